@@ -102,7 +102,8 @@ def run(args: argparse.Namespace) -> int:
     asked = args.configs or (CONFIGS if bundle.has_draft else WITHOUT_DRAFT)
     configs = {name: parse_config(name) for name in dict.fromkeys([PLAIN, *asked.split(",")])}
     target = bundle.open_engine(TARGET, args.threads, args.provider)
-    draft = bundle.open_draft(args.threads, args.draft_threads, args.provider) if bundle.has_draft else None
+    opens_draft = bundle.has_draft or args.draft_threads  # which would be ignored
+    draft = bundle.open_draft(args.threads, args.draft_threads, args.provider) if opens_draft else None
     costs = costs_of(bundle, target, draft, args)
     decoders = {}
     for name, config in configs.items():
@@ -150,7 +151,8 @@ def costs_of(bundle: EngineBundle, target: Engine, draft: Engine | None, args: a
     """The costs by which rounds are planned. Prints a note if they were measured on another machine or bundle."""
     measured, stale = stored_costs(bundle, args.provider, args.threads, args.draft_threads)
     if stale:
-        Console(stderr=True, quiet=args.quiet).print(f"── {costs_note(stale)}", markup=False)
+        console = Console(stderr=True, quiet=args.quiet)
+        console.print(f"── {costs_note(stale)}", markup=False, highlight=False, soft_wrap=True)
     return measured or assumed_costs(target.spec, None if draft is None else draft.spec, args.provider)
 
 

@@ -11,6 +11,7 @@ from rich.console import Console
 from ..builder.profile import BRIEF_SECONDS, brief_contexts
 from ..models.config import LlamaConfig
 from ..models.errors import DraftwoodError, EngineError
+from ..models.printable import shell_word
 from ..runtime.engines.backends import AUTO, BACKENDS, NATIVE, choose_backend
 from ..runtime.engines.comparison import Comparison
 from .inspect import describe
@@ -214,11 +215,12 @@ def run(args: argparse.Namespace) -> int:
     console.print(describe(bundle))
     plans = [spec.plan for spec in bundle.manifest.engines.values() if spec.plan is not None]
     if all(plan.executed for plan in plans):
-        console.print(f"Next: draftwood generate {bundle.folder} --prompt 'Once upon a time'", markup=False)
+        command = f"draftwood generate {shell_word(bundle.folder)} --prompt 'Once upon a time'"
+        console.print(f"Next: {command}", markup=False, highlight=False, soft_wrap=True)
     else:
         console.print(
             "The plans were not executed: this machine cannot run them.\n"
-            f"Next: copy {bundle.folder} to one that can, and ask draftwood inspect there",
+            f"Next: copy {shell_word(bundle.folder)} to one that can, and ask draftwood inspect there",
             markup=False,
         )
     return 0

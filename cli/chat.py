@@ -14,7 +14,7 @@ from typing import Any
 from rich.console import Console
 
 from ..models.errors import DraftwoodError, RequestError
-from ..models.printable import printable
+from ..models.printable import printable, shell_word
 from ..runtime.chat import INTERRUPTED, ChatSession
 from ..runtime.llm import LLM
 from ..runtime.sampling.params import LARGEST_COUNT, SamplingParams
@@ -57,7 +57,7 @@ def run(args: argparse.Namespace) -> int:
     errors = Console(stderr=True)
     with LLM(args.bundle, config, args.threads, args.draft_threads, args.provider) as llm:
         if not llm.tokenizer.has_chat_template:
-            raise RequestError(f"{NO_TEMPLATE} {args.bundle} --prompt TEXT")
+            raise RequestError(f"{NO_TEMPLATE} {shell_word(args.bundle)} --prompt TEXT")
         if llm.stale_costs:
             note(errors, costs_note(llm.stale_costs))
         warm_up(llm, errors)

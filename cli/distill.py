@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
 from ..models.errors import EngineError
+from ..models.printable import shell_word
 from .bench import read_prompts
 from .build import folder_or_id
 from .options import read_options
@@ -124,7 +125,11 @@ def run(args: argparse.Namespace) -> int:
         console.print(remark, markup=False, highlight=False, soft_wrap=True)
     console.print(f"Curve: {options.output / 'acceptance.svg'}", markup=False)
     console.print(
-        f"Next: draftwood build --target {options.target} --draft {options.output} --output BUNDLE", markup=False
+        f"Next: draftwood build --target {shell_word(options.target)} --draft {shell_word(options.output)} "
+        "--output BUNDLE",
+        markup=False,
+        highlight=False,
+        soft_wrap=True,
     )
     return 0
 

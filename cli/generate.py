@@ -62,7 +62,7 @@ def run(args: argparse.Namespace) -> int:
     notes, errors = Console(stderr=True, quiet=args.quiet), Console(stderr=True)
     with LLM(args.bundle, config, args.threads, args.draft_threads, args.provider) as llm:
         if llm.stale_costs:
-            notes.print(f"── {costs_note(llm.stale_costs)}", markup=False)
+            notes.print(f"── {costs_note(llm.stale_costs)}", markup=False, highlight=False, soft_wrap=True)
         prompt = llm.encode(text) if args.chat is None else llm.encode_chat([{"role": "user", "content": args.chat}])
         recorder = RoundRecorder(token_texts(llm.tokenizer))
         observe = None if args.explain is None else recorder.observe

@@ -16,16 +16,22 @@ from ..models.printable import printable
 from ..runtime.bundle.costs import release
 from ..runtime.engines.backends import BACKENDS
 from . import bench, build, chat, demo, distill, generate, inspect, profile, serve, train_head, triton
-from .streams import abandon_output, check_streams, unwritten
+from .streams import abandon, check_output, lenient_errors, unwritten
 from .termination import termination_unwinds
 
 COMMANDS = (build, inspect, profile, generate, chat, bench, distill, train_head, serve, triton, demo)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; returns its exit code, also where standard error does not take what is written there."""
+    with lenient_errors():
+        return exit_code(argv)
+
+
+def exit_code(argv: Sequence[str] | None) -> int:
     """Run one command; returns its exit code."""
     try:
-        check_streams()
+        check_output()
         return run_command(sys.argv[1:] if argv is None else argv)
     except DraftwoodError as error:
         return refuse(error)
@@ -33,13 +39,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("draftwood: interrupted", file=sys.stderr)
         return 130
     except BrokenPipeError:  # the reader has closed the pipe, as in `draftwood generate ... | head`
-        abandon_output()
+        abandon(sys.stdout)
         return 141
     except (OSError, UnicodeEncodeError) as error:
         refusal = unwritten(error)
         if refusal is None:
             raise
-        abandon_output()
+        abandon(sys.stdout)
         return refuse(refusal)
 
 

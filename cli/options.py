@@ -183,6 +183,7 @@ def speculative(args: argparse.Namespace) -> SpeculativeConfig | None:
     """The settings of speculation; None for plain decoding. Raises ConfigError for settings that plain decoding does
     not have."""
     given = [field.name for field in fields(SpeculativeConfig) if field.name in vars(args)]
+    given += ["draft_threads"] if args.draft_threads else []
     if args.no_speculation and given:
         raise ConfigError(f"--no-speculation makes {flag(given[0])} useless: leave one of them out")
     return None if args.no_speculation else read_options(args, SpeculativeConfig)

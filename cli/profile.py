@@ -19,10 +19,10 @@ from ..builder.profile import CONTEXTS, LONGEST, Pair, measure
 from ..builder.progress import Begin, Step
 from ..models.bindings import DRAFT, TARGET
 from ..models.config import LlamaConfig
-from ..models.errors import BundleError, DraftwoodError, EngineError
+from ..models.errors import DraftwoodError, EngineError
+from ..models.printable import shell_word
 from ..runtime.bundle.bundle import EngineBundle
-from ..runtime.bundle.costs import fingerprint, write_costs
-from ..runtime.bundle.staging import advice
+from ..runtime.bundle.costs import check_writable, fingerprint, write_costs
 from ..runtime.engines.backends import Backend, describe_backend
 from ..runtime.engines.base import Engine, EngineSpec
 from ..runtime.engines.comparison import Comparison
@@ -70,6 +70,7 @@ def profile(
 ) -> CostModel:
     """Measure and store the costs of a bundle. seconds: see `measure`. Raises EngineError, ConfigError or
     BundleError."""
+    check_writable(bundle.folder)
     with (
         closing(bundle.open_engine(TARGET, threads, provider)) as target,
         bundle_draft(bundle, threads, draft_threads, provider) as draft,
@@ -80,16 +81,11 @@ def profile(
         pair = Pair(engines, bundle.manifest.max_length, machine)
         costs = measure(pair, begin, contexts, seconds=seconds)
         costs = replace(costs, compared=beside_rival(target.spec, threads, begin, console))
-    try:
-        write_costs(costs, bundle.folder)
-    except OSError as error:
-        raise BundleError(
-            f"the costs cannot be stored in {bundle.folder} ({error.strerror}): {advice(error, 'make it writable')}"
-        ) from error
+    write_costs(costs, bundle.folder)
     if costs.spread is not None and costs.spread > BUSY:
         console.print(
             f"The machine was busy (repeated passes spread by a factor of {costs.spread:.1f}): run draftwood profile "
-            f"{bundle.folder} again when it is not",
+            f"{shell_word(bundle.folder)} again when it is not",
             markup=False,
             highlight=False,
             soft_wrap=True,
@@ -130,8 +126,10 @@ def compare_layers(model: LlamaConfig, backend: Backend, precision: str, threads
 def bundle_draft(
     bundle: EngineBundle, threads: int, draft_threads: int, provider: str
 ) -> AbstractContextManager[Engine | None]:
-    """The draft, closed at the end; None for a bundle without one."""
-    return closing(bundle.open_draft(threads, draft_threads, provider)) if bundle.has_draft else nullcontext()
+    """The draft, closed at the end; None for a bundle without one. Raises ConfigError for threads of no draft."""
+    if not bundle.has_draft and not draft_threads:
+        return nullcontext()
+    return closing(bundle.open_draft(threads, draft_threads, provider))
 
 
 def tables(costs: CostModel) -> Iterator[str | Table]:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import errno
 import os
 import sys
-from contextlib import suppress
-from typing import TextIO
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import Any, TextIO, cast
 
 from ..models.errors import RequestError
 from ..models.printable import printable
@@ -15,11 +16,50 @@ from ..runtime.bundle.staging import advice
 UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF)
 
 
-def check_streams() -> None:
+class LenientStream:
+    """A text stream that drops what its file does not take."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        with self._taken_or_dropped():
+            self._stream.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        with self._taken_or_dropped():
+            self._stream.flush()
+
+    def __getattr__(self, name: str) -> Any:
+        """What else a stream has: its encoding, its descriptor."""
+        return getattr(self._stream, name)
+
+    @contextmanager
+    def _taken_or_dropped(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError:
+            abandon(self._stream)
+
+
+@contextmanager
+def lenient_errors() -> Iterator[None]:
+    """Within the block a standard error that is full, closed, or left by its reader stays silent: a note must not cost
+    the result, and an error keeps its exit code. Without a standard error Python would print errors on the output."""
+    before = sys.stderr
+    if before is None:
+        before = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 - open until the process ends
+    sys.stderr = cast(TextIO, LenientStream(before))
+    try:
+        yield
+    finally:
+        sys.stderr = before
+
+
+def check_output() -> None:
     """Raises RequestError if standard output is closed: a result would be lost, and the first file that is opened would
-    take its place. A closed standard error stays silent; without it Python prints errors on standard output."""
-    if sys.stderr is None:
-        sys.stderr = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 - open until the process ends
+    take its place."""
     if sys.stdout is None:
         raise RequestError("standard output is closed, and the result would be lost: send it to a file or to /dev/null")
 
@@ -50,7 +90,7 @@ def unwritten(error: OSError | UnicodeEncodeError) -> RequestError | None:
     return RequestError(f"standard output cannot be written ({error.strerror}): {fix}")
 
 
-def abandon_output() -> None:
-    """Drop what standard output has not taken. Python would try to write it once more at its end, and complain."""
-    with suppress(OSError, ValueError):  # ValueError: an output that is no file, as in tests
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+def abandon(stream: TextIO) -> None:
+    """Drop what a stream's file has not taken. Python would try to write it once more at its end, and complain."""
+    with suppress(OSError, ValueError):  # ValueError: a stream that is no file, as in tests
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())

@@ -13,6 +13,7 @@ from rich.table import Table
 
 from ..models.bindings import ROLES
 from ..models.errors import EngineError
+from ..models.printable import shell_word
 from .bench import read_prompts
 from .options import add_quiet, read_options
 from .progress import progress
@@ -93,9 +94,11 @@ def run(args: argparse.Namespace) -> int:
         console.print("This head knows little more than the mean: give it more --texts, or --contexts branched")
     console.print(f"Loss curve and reliability: {options.output / 'training.svg'}", markup=False)
     console.print(
-        f"Next: draftwood build --target {options.target} --draft {options.draft} "
-        f"--acceptance-head {options.output} --output BUNDLE",
+        f"Next: draftwood build --target {shell_word(options.target)} --draft {shell_word(options.draft)} "
+        f"--acceptance-head {shell_word(options.output)} --output BUNDLE",
         markup=False,
+        highlight=False,
+        soft_wrap=True,
     )
     return 0
 

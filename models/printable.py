@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 
 # C0 without tab and newline, DEL and C1, which terminals obey; what reverses the order of the text around it; line
 # separators; and lone surrogates, which no terminal can be sent.
@@ -13,3 +14,8 @@ def printable(text: str) -> str:
     """The text with every control character but tab and newline as its Python escape: ESC becomes the four characters
     \\x1b."""
     return CONTROLS.sub(lambda found: found[0].encode("unicode_escape").decode("ascii"), text)
+
+
+def shell_word(text: object) -> str:
+    """A path, or another text, as one word of a command that a message tells the user to run."""
+    return printable(shlex.quote(str(text)))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import replace
 from threading import Event
 from types import TracebackType
@@ -56,6 +56,7 @@ class ChatSession:
         self._llm = llm
         self.turns: list[Turn] = []
         self.num_left_out = 0
+        self._undone = False  # whether turns that were left out may have room again
         self.last: RequestOutput | None = None
         self.stats = SpecDecodeStats()
         self.num_prompt_tokens = 0
@@ -94,10 +95,11 @@ class ChatSession:
         INTERRUPTED answer; closing the iterator does the same. If nothing was written, or if an error ends the answer,
         the conversation stays as it was.
 
-        If the context is full, the oldest turns are left out: `num_left_out` has changed when this method returns. So
-        many are left out that half of the context is free, because each change of the beginning makes the model read
-        the whole conversation again. Raises RequestError, before anything is decoded, also for a message that alone is
-        longer than the context.
+        If the context is full, or the memory for the caches where that is smaller, the oldest turns are left out:
+        `num_left_out` has changed when this method returns. So many are left out that half of the room is free, because
+        each change of the beginning makes the model read the whole conversation again. Raises RequestError, before
+        anything is decoded, also for a message that alone is longer than the room. The iterator does where an earlier
+        answer has not ended.
         """
         return self._begin(text, len(self.turns), params, speculative, stop or Event())
 
@@ -115,11 +117,13 @@ class ChatSession:
         return self._begin(self.turns[before].user, before, params, speculative, stop or Event())
 
     def undo(self) -> Turn | None:
-        """Remove the last turn and return it; None if there is none."""
+        """Remove the last turn and return it; None if there is none. Turns that were left out come back with the next
+        message, as many as half of the room holds."""
         if not self.turns:
             return None
         turn = self.turns.pop()
         self.num_left_out = min(self.num_left_out, len(self.turns))
+        self._undone = True
         return turn
 
     def reset(self) -> None:
@@ -162,11 +166,13 @@ class ChatSession:
         return self._answer(job, text, num_before, prompt, stop)
 
     def _fit(self, text: str, num_before: int, max_tokens: int, stop: Event) -> list[int]:
-        """The prompt with as many turns as the context has room for; sets `num_left_out`. Bisects, because a
+        """The prompt with as many turns as context and memory have room for; sets `num_left_out`. Bisects, because a
         conversation that was loaded may have thousands of turns too many, and each attempt renders and tokenizes it."""
-        limit = self._llm.bundle.manifest.max_length
+        limit = min(self._llm.bundle.manifest.max_length, self._shared.budget.tokens_behind(0))
         room = limit - min(max_tokens, limit // RESERVED)
         tried = least = min(self.num_left_out, num_before)
+        if self._undone:
+            tried = least = self._bring_back(least, num_before, text, limit // KEPT, stop)
         most, fitting = num_before, None  # turns that certainly suffice to leave out, and the prompt without them
         while least < most:
             prompt = self._encode_within(room, self.turns[tried:num_before], text, stop)
@@ -176,7 +182,7 @@ class ChatSession:
                 most, fitting = tried, prompt
             room, tried = limit // KEPT, (least + most) // 2
         prompt = self._encode([], text, stop) if fitting is None else fitting
-        self.num_left_out = most
+        self.num_left_out, self._undone = most, False
         return prompt
 
     def _encode_within(self, room: int, turns: list[Turn], text: str, stop: Event) -> list[int] | None:
@@ -187,6 +193,14 @@ class ChatSession:
             return None
         return prompt if len(prompt) <= room else None
 
+    def _bring_back(self, first: int, num_before: int, text: str, most: int, stop: Event) -> int:
+        """The first of the turns that the model reads after an undo. most: tokens of a prompt up to which turns come
+        back."""
+        with suppress(PromptTooLongError):
+            while first and len(self._encode(self.turns[first - 1 : num_before], text, stop)) <= most:
+                first -= 1
+        return first
+
     def _encode(self, turns: list[Turn], text: str, stop: Event) -> list[int]:
         messages = [*system_message(self.system), *messages_of(turns), {"role": "user", "content": text}]
         return self._llm.encode_written(self._llm.write_chat(messages, stop))
@@ -194,6 +208,8 @@ class ChatSession:
     def _answer(
         self, job: Job[StreamChunk], text: str, num_before: int, prompt: list[int], stop: Event
     ) -> Iterator[StreamChunk]:
+        if len(self._loop.scheduler):  # the loop would end that answer, too
+            raise RequestError("an earlier answer has not ended: read it to its end, or close it, and ask again")
         chunks: list[StreamChunk] = []
         with closing(self._loop.run([job], stop.is_set)) as answers:
             try:

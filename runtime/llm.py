@@ -82,7 +82,7 @@ class LLM:
         self.stale_costs: list[str] = []
         if speculative is not None:
             self.speculative = fitted(speculative, self.bundle)
-            if self.bundle.has_draft:
+            if self.bundle.has_draft or draft_threads:  # which would be ignored
                 self._draft = self.bundle.open_draft(threads, draft_threads, provider)
             measured, self.stale_costs = stored_costs(self.bundle, provider, threads, draft_threads)
             draft = None if self._draft is None else self._draft.spec

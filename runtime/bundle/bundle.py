@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 from ...models.bindings import DRAFT, TARGET
 from ...models.errors import BundleError, ConfigError, shown
 from ...models.plain_files import read_object
+from ...models.printable import shell_word
 from ...models.typed import typed
 from ..engines.backends import BACKENDS, Opening
 from ..engines.base import Engine, EngineSpec
@@ -147,7 +148,7 @@ class EngineBundle:
         except FileNotFoundError as error:
             raise BundleError(
                 f"{folder} has no {MANIFEST}, so it is no bundle or its build did not finish: "
-                f"run draftwood build --output {folder}"
+                f"run draftwood build --output {shell_word(folder)}"
             ) from error
         except (OSError, ValueError) as error:
             raise BundleError(f"{folder / MANIFEST} is unreadable ({error}): rebuild the bundle") from error
@@ -198,12 +199,19 @@ class EngineBundle:
     def has_draft(self) -> bool:
         return DRAFT in self.manifest.engines
 
+    def check_draft(self) -> None:
+        """Raises ConfigError if there is no draft."""
+        if not self.has_draft:
+            raise ConfigError(
+                f"{self.folder} was built with --draft none: build it with a draft, or leave out what is of a draft, "
+                "such as its threads"
+            )
+
     def open_draft(self, threads: int = 0, draft_threads: int = 0, provider: str = "cpu") -> Engine:
         """Open the draft beside a target with `threads`. draft_threads: 0 means one thread, because waking threads
         costs more than the passes of a small draft; on the native engine 0 means as many as the target's, because both
-        share one team of threads. Raises ConfigError if there is no draft."""
-        if not self.has_draft:
-            raise ConfigError(f"{self.folder} was built with --draft none: build it with a draft")
+        share one team of threads. Raises as `check_draft` does."""
+        self.check_draft()
         backend = BACKENDS[self.manifest.engines[DRAFT].backend]
         chosen = threads if backend.shares_threads else min(1, backend.most_threads)
         return self.open_engine(DRAFT, draft_threads or chosen, provider)

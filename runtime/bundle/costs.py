@@ -10,7 +10,8 @@ import json
 import os
 import platform
 import secrets
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import NamedTuple
@@ -19,6 +20,7 @@ from ...models.bindings import ROLES
 from ...models.errors import BundleError, EngineError
 from ...models.layers import network_of
 from ...models.plain_files import read_object
+from ...models.printable import shell_word
 from ...models.typed import typed
 from ..engines.backends import COMPILED, CPU, bits_of_weight, describe_backend, slot_bytes
 from ..engines.base import EngineSpec
@@ -27,6 +29,7 @@ from ..engines.limits import cores
 from ..speculation.planning.cost import CostModel, assumed
 from ..speculation.planning.gpu import PassSizes, gpu_named, predicted
 from .bundle import COSTS, EngineBundle, Manifest
+from .staging import advice
 
 FORMAT = 1
 
@@ -60,7 +63,9 @@ def read_costs(folder: Path) -> CostModel | None:
         costs: CostModel = typed(CostModel, content, COSTS)
         return costs
     except (OSError, ValueError) as error:
-        raise BundleError(f"{file} is damaged ({error}): run draftwood profile {folder}, or delete it") from error
+        raise BundleError(
+            f"{file} is damaged ({error}): run draftwood profile {shell_word(folder)}, or delete it"
+        ) from error
 
 
 def fingerprint(manifest: Manifest, provider: str, threads: int, draft_threads: int) -> dict[str, str | int]:
@@ -121,10 +126,27 @@ def differences(measured: Mapping[str, str | int], here: Mapping[str, str | int]
 
 
 def write_costs(costs: CostModel, folder: Path) -> None:
-    """Replace the bundle's table atomically. Raises OSError."""
+    """Replace the bundle's table atomically. Raises BundleError if the folder cannot be written."""
+    text = json.dumps({"format": FORMAT, **asdict(costs)}, indent=2) + "\n"
+    with written_beside(text, folder) as staging:
+        staging.replace(folder / COSTS)
+
+
+def check_writable(folder: Path) -> None:
+    """Raises as `write_costs` does, before anything is measured."""
+    with written_beside("{}", folder):
+        pass
+
+
+@contextmanager
+def written_beside(text: str, folder: Path) -> Iterator[Path]:
+    """A file with this text in a bundle's folder, which is gone at the end. Raises as `write_costs` does."""
     staging = folder / f".{COSTS}.{secrets.token_hex(4)}"
     try:
-        staging.write_text(json.dumps({"format": FORMAT, **asdict(costs)}, indent=2) + "\n", encoding="utf-8")
-        staging.replace(folder / COSTS)
+        staging.write_text(text, encoding="utf-8")
+        yield staging
+    except OSError as error:
+        fix = advice(error, "make it writable")
+        raise BundleError(f"the costs cannot be stored in {folder} ({error.strerror}): {fix}") from error
     finally:
         staging.unlink(missing_ok=True)  # an incomplete file, for instance on a full disk

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 from ..decoding.round import Round
 from ..decoding.stats import SpecDecodeStats
 from ..sampling.params import SamplingParams
+from ..sampling.structured import StructuredOutput
 from ..speculation.config import SpeculativeConfig
 from ..speculation.graph.token_graph import ROOT, Edge, TokenGraph
 
@@ -180,13 +181,15 @@ def draft_probability(graph: TokenGraph, parent: int, edge: Edge, ranked: bool) 
 
 def settings(config: SpeculativeConfig | None, params: SamplingParams) -> dict[str, Any]:
     """The settings that differ from the defaults, and the main settings in any case; a processor is shown by its
-    name."""
+    name, the form of the text by its kind and text."""
     chosen: dict[str, Any] = {"temperature": params.temperature, "max_tokens": params.max_tokens}
     defaults = asdict(SamplingParams())
     for name in defaults:
         value = getattr(params, name)
         if name == "logits_processors":
             value = [getattr(processor, "__name__", type(processor).__name__) for processor in value]
+        if isinstance(value, StructuredOutput):
+            value = {value.kind: value.text}
         if list_of(value) != list_of(defaults[name]):
             chosen[name] = list_of(value)
     if config is None:

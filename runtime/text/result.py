@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -37,7 +38,7 @@ class CompletionOutput:
     stats: SpecDecodeStats
 
     def to_dict(self) -> dict[str, Any]:
-        """All fields, JSON-ready."""
+        """All fields, JSON-ready: -9999 stands for a log-probability of -inf, as in vLLM's answers."""
         fields = {name: getattr(self, name) for name in self.__dataclass_fields__}
         return fields | {"stats": self.stats.to_dict(), "logprobs": json_ready(self.logprobs)}
 
@@ -120,7 +121,18 @@ def json_ready(logprobs: Sequence[dict[int, Logprob] | None] | None) -> list[dic
     """Log-probabilities as JSON has them."""
     if logprobs is None:
         return None
-    return [None if each is None else {token: one._asdict() for token, one in each.items()} for each in logprobs]
+    return [
+        None
+        if each is None
+        else {token: one._asdict() | {"logprob": finite(one.logprob)} for token, one in each.items()}
+        for each in logprobs
+    ]
+
+
+def finite(logprob: float) -> float | None:
+    """`logprob`, or vLLM's number instead of -inf, because JSON has no infinity; None for NaN, which stands for the
+    first token of a prompt."""
+    return None if math.isnan(logprob) else max(logprob, -9999.0)
 
 
 def by_token(given: TokenLogprob, text_of: Callable[[int], str]) -> dict[int, Logprob]:

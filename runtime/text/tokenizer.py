@@ -13,7 +13,7 @@ from typing import Any
 from tokenizers import Tokenizer as TokenizerJson
 
 from ...models.errors import BundleError, RequestError, shown
-from ...models.plain_files import read_object
+from ...models.plain_files import MOST_TOKENIZER, read_object, read_plain
 from .chat_template import ChatTemplate
 from .token_length import BYTES, longest_token, parts
 from .tokenizer_check import check_file, check_tokenizer, is_failure
@@ -186,7 +186,8 @@ def read_backend(file: Path) -> TokenizerJson:
         raise BundleError(f"{file} is missing: rebuild the bundle")
     check_file(file)
     try:
-        backend = TokenizerJson.from_file(str(file))
+        # Not by its name: the library opens no file in a folder whose name is no UTF-8.
+        backend = TokenizerJson.from_buffer(read_plain(file, MOST_TOKENIZER))
     except BaseException as error:  # the library raises no specific error, and panics are BaseExceptions
         if not is_failure(error):
             raise

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 from controllers import CHAIN
 from costs import table
+from disk import largest_file
 from fakes import FakeEngine, random_model
 
 from draftwood.builder.profile import (
@@ -260,6 +261,18 @@ def test_the_command_stores_what_generate_then_reads(
     plain = costs.target.at(1, 8)
     assert stats.expected_seconds >= stats.target_passes * plain * 0.5
     EngineBundle.open(bundle)  # the table is no part of what is sealed
+
+
+def test_what_cannot_be_stored_is_not_measured(
+    tiny_bundle: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was measured for minutes, and then lost."""
+    monkeypatch.setattr(EngineBundle, "open_engine", None)
+    before = sorted(tiny_bundle.iterdir())
+    with largest_file(0):
+        code = main(["profile", str(tiny_bundle)])
+    assert code == 2 and "the costs cannot be stored" in capsys.readouterr().err
+    assert sorted(tiny_bundle.iterdir()) == before
 
 
 @pytest.mark.parametrize(("busy", "told"), [(1.0, True), (1e9, False)])

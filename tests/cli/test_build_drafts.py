@@ -126,6 +126,16 @@ def test_what_needs_a_draft_is_refused(alone: Path, settings: dict[str, str]) ->
         LLM(alone, config)
 
 
+def test_threads_of_no_draft_are_refused(alone: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """They were ignored, and a note said that the costs were measured elsewhere."""
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('{"prompt": "x"}\n')
+    rests = {"generate": ("--prompt", "x"), "profile": (), "bench": ("--prompts", str(prompts))}
+    for command, rest in {**rests, "triton": ("--output", str(tmp_path / "models"))}.items():
+        assert main([command, str(alone), *rest, "--draft-threads", "1"]) == 2
+        assert "leave out what is of a draft, such as its threads" in capsys.readouterr().err
+
+
 def test_settings_that_a_draft_is_not_needed_for_stay(alone: Path) -> None:
     with LLM(alone, SpeculativeConfig(lookup_ngram=3, lookup_len=40)) as llm:
         assert llm.speculative is not None and (llm.speculative.grow, llm.speculative.lookup_ngram) == ("lookup", 3)

@@ -35,11 +35,12 @@ def prompts(tmp_path: Path) -> Path:
 
 
 def test_build_inspect_generate(tiny_pair: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    bundle = tmp_path / "bundle"
+    bundle = tmp_path / ("bundle of " + "a" * 80)
     pair = ["--target", str(tiny_pair / "target"), "--draft", str(tiny_pair / "draft")]
     options = ["--backend", "onnxruntime", "--max-length", "200", "--widths", "1,4,16"]
     assert main(["build", *pair, "--output", str(bundle), *options]) == 0
     shown = capsys.readouterr().out
+    assert f"Next: draftwood generate '{bundle}' --prompt" in shown, "a line that can be copied"
     assert "Comparing the draft" in shown and "Passes behind 64 tokens" in shown
     assert re.search(r"costs .* measured here", shown)
     manifest = EngineBundle.open(bundle).manifest
@@ -190,6 +191,7 @@ def test_bench_counts_every_request_from_zero(
         ("build --target PAIR/target --draft PAIR/draft --output OUT --widths -1,4", "widths must ascend from 1"),
         ("generate BUNDLE --prompt x --no-speculation --max-draft-len 4", "--no-speculation makes --max-draft-len use"),
         ("chat BUNDLE --grow chain --no-speculation", "--no-speculation makes --grow useless"),
+        ("chat BUNDLE --draft-threads 2 --no-speculation", "--no-speculation makes --draft-threads useless"),
         ("serve BUNDLE --verify match --no-speculation --port 0", "--no-speculation makes --verify useless"),
         ("generate BUNDLE --prompt x --logprobs 2", "--logprobs needs --json"),
         ("bench BUNDLE --prompts PROMPTS --stop x", "use --stop-token-ids or --max-tokens"),

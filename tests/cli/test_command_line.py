@@ -200,6 +200,13 @@ def test_generate_writes_the_form_that_is_asked_for(
     grammar.write_text('start: "yes" | "no"\n')
     assert main([*generate, "--grammar", str(grammar)]) == 0
     assert capsys.readouterr().out in ("yes\n", "no\n")
+    assert main([*generate, "--regex", "[ab]", "--json", "--logprobs", "3"]) == 0
+
+    def refuse(constant: str) -> None:
+        raise AssertionError(f"{constant} is no JSON")
+
+    (alternatives,) = json.loads(capsys.readouterr().out, parse_constant=refuse)["logprobs"]
+    assert [each["logprob"] == -9999 for each in alternatives.values()].count(True) == 1, "only two tokens may come"
     schema.write_text("[")
     assert main([*generate, "--json-schema", str(schema)]) == 2
     assert "no valid JSON" in capsys.readouterr().err

@@ -49,10 +49,14 @@ def test_no_result_is_lost_in_a_closed_output(form: str, tiny_bundle: Path) -> N
     assert code == 2 and error.count("\n") == 1 and CLOSED in error
 
 
-def test_errors_without_a_place_do_not_go_into_the_output(tiny_bundle: Path) -> None:
-    line = f"{COMMAND} generate {tiny_bundle} --prompt x --max-tokens 0 --json 2>&-"
-    done = subprocess.run(["bash", "-c", line], capture_output=True, text=True)
-    assert (done.returncode, done.stdout) == (2, "")
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+@pytest.mark.parametrize("errors", ["2>/dev/full", "2> >(true)", "2>&-"])
+@pytest.mark.parametrize(("prompt", "code"), [("x", 0), ("", 2)])
+def test_errors_that_nobody_takes_change_no_exit_code(prompt: str, code: int, errors: str, no_bos_bundle: Path) -> None:
+    """A note without room was exit code 1, with which an audit says that two texts differ."""
+    line = f"{COMMAND} generate {no_bos_bundle} --prompt '{prompt}' --max-tokens 2 --temperature 0 --audit --json"
+    done = subprocess.run(["bash", "-c", f"{line} {errors}"], capture_output=True, text=True)
+    assert (done.returncode, bool(done.stdout)) == (code, not code)
 
 
 @pytest.mark.parametrize(

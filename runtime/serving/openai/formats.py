@@ -9,6 +9,7 @@ from itertools import accumulate
 from typing import Any, NamedTuple, Protocol
 
 from ...decoding.chunk import TokenLogprob
+from ...text.result import finite
 from ...text.tokenizer import Tokenizer, token_texts
 from ...text.tool_calls import CallPart, ToolCallReader
 from .tool_use import ToolUse
@@ -177,9 +178,3 @@ def joined(found: Sequence[str | CallPart]) -> dict[int, dict[str, Any]]:
                 call |= {"id": part.id, "type": "function", "function": {"name": part.name, "arguments": ""}}
             call["function"]["arguments"] += part.arguments
     return calls
-
-
-def finite(logprob: float) -> float | None:
-    """`logprob`, or vLLM's number instead of -inf, because JSON has no infinity; None for NaN, which stands for the
-    first token of a prompt."""
-    return None if math.isnan(logprob) else max(logprob, -9999.0)

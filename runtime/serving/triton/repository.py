@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ....models.errors import ConfigError
+from ....models.printable import shell_word
 from ...bundle.bundle import EngineBundle
 from ...bundle.fit import fitted
 from ...bundle.staging import move_into_place, sibling
@@ -40,7 +41,7 @@ process dies)
 or in NVIDIA's container, with draftwood's wheel in ./dist
 
     docker run --rm --shm-size=1g{docker_gpus} -p 8000:8000 -p 8001:8001 -p 8002:8002 \\
-      -v {repository}:/models:ro -v $PWD/dist:/dist:ro{docker_bundle} \\
+      -v {mounted} -v $PWD/dist:/dist:ro{docker_bundle} \\
       nvcr.io/nvidia/tritonserver:24.12-py3 \\
       bash -c 'pip install "$(ls /dist/draftwood-*.whl)[{extra}]" && \\
                exec tritonserver --model-repository=/models \\
@@ -78,12 +79,14 @@ def write_model(
     """Write the model `name` into a repository and return its folder; an older model is replaced atomically.
 
     settings: their `bundle` is ignored; the model refers to `bundle` by its absolute path, or to a copy in the model's
-    folder. Raises BundleError for a damaged bundle, ConfigError for an invalid name, for speculation that is too large
-    for the bundle, and for a provider or private weights that its engines do not have.
+    folder. Raises BundleError for a damaged bundle, ConfigError for an invalid name, for a path that is no UTF-8, for
+    speculation that is too large for the bundle, and for a provider or private weights that its engines do not have.
     """
     opened = EngineBundle.open(bundle, settings.private_weights)
     for role in opened.manifest.engines:
         opened.check_provider(role, settings.provider)
+    if settings.draft_threads:
+        opened.check_draft()
     if settings.speculative is not None:
         fitted(settings.speculative, opened)
     folder = repository.resolve() / name
@@ -105,6 +108,11 @@ def write_model(
         move_into_place(staging, folder)
     except OSError as error:
         raise ConfigError(f"cannot write {folder} ({error.strerror}): choose another folder") from error
+    except UnicodeEncodeError as error:
+        raise ConfigError(
+            f"the model's files name {bundle.resolve()} and {repository.resolve()}, and are UTF-8: rename the folder "
+            "that is not, or copy the bundle (--copy-bundle)"
+        ) from error
     finally:
         shutil.rmtree(staging, ignore_errors=True)
     return folder
@@ -157,10 +165,11 @@ def readme(bundle: Path, folder: Path, settings: ModelSettings, placement: Place
     devices = ",".join(map(str, placement.gpus))
     return README.format(
         name=folder.name,
-        repository=folder.parent,
+        repository=shell_word(folder.parent),
+        mounted=shell_word(f"{folder.parent}:/models:ro"),
         bundle="in `bundle/` beside this file" if copied else f"`{bundle}`, which must stay there",
         options=f"--disable-auto-complete-config --model-control-mode=explicit --load-model={folder.name}",
         docker_gpus=f""" --gpus '"device={devices}"'""" if placement.gpus else "",
-        docker_bundle="" if copied else f" -v {bundle}:{bundle}:ro",
+        docker_bundle="" if copied else f" -v {shell_word(f'{bundle}:{bundle}:ro')}",
         extra="gpu,structured" if settings.provider == "cuda" else "cpu,structured",
     )

@@ -162,12 +162,15 @@ def sampling_params(values: Mapping[str, Any], greedy: bool) -> SamplingParams:
     draws = "temperature" in chosen or any(values.get(name, 0) > 0 for name in ("top_k", "top_p", "min_p"))
     if chosen.get("top_k") == 1 or only_best or (greedy and not draws):
         chosen["temperature"] = 0.0  # the same token, without a draw
+    form = demanded_form(values)
+    if form is not None and "end_id" in values:
+        raise RequestError("end_id beside a structured output, which ends the text itself: leave one of them out")
     if "end_id" in values:  # replaces the model's end tokens; -1 means that no token ends the text
         ends = () if values["end_id"] == -1 else (values["end_id"],)
         chosen |= {"ignore_eos": True, "stop_token_ids": (*chosen.get("stop_token_ids", ()), *ends)}
     if values.get("return_log_probs"):
         chosen["logprobs"] = 0
-    return SamplingParams(**chosen, structured=demanded_form(values))
+    return SamplingParams(**chosen, structured=form)
 
 
 def speculation(values: Mapping[str, Any], own: SpeculativeConfig | None) -> SpeculativeConfig | None:

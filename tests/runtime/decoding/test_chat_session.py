@@ -133,6 +133,17 @@ def test_an_error_in_an_answer_leaves_the_conversation_as_it_was(llm: LLM, monke
         assert len(session.turns) == 2
 
 
+def test_an_answer_that_is_still_read_is_not_ended_by_another_one(llm: LLM) -> None:
+    """The other one got an error about a server's queue, and the first one ended as if the user had stopped it."""
+    with ChatSession(llm) as session:
+        first, second = session.send("hello", GREEDY), session.send("again", GREEDY)
+        shown = next(first).text
+        with pytest.raises(RequestError, match="an earlier answer has not ended"):
+            next(second)
+        shown += text_of(first)
+        assert session.turns == [Turn("hello", shown, "length")]
+
+
 def test_the_oldest_turns_are_left_out_and_the_system_message_is_not(llm: LLM) -> None:
     """The context has 1024 tokens, an answer 16 of them."""
     with ChatSession(llm, "Be brief.") as session:
@@ -157,7 +168,15 @@ def test_the_oldest_turns_are_left_out_and_the_system_message_is_not(llm: LLM) -
         with pytest.raises(RequestError, match="shorten it"):
             session.send("x" * 1500, GREEDY)
         assert len(session.turns) == 13 and session.last is last is not None
-        for _ in range(13):
+        for undone, all_back in ((4, False), (8, True)):  # there is room for some of the others again, and for all
+            for _ in range(undone):
+                session.undo()
+            text_of(session.send("and", GREEDY))
+            assert (session.num_left_out == 0) == all_back and session.num_left_out < len(session.turns) - 1
+            kept = [session.messages[0], *session.messages[1 + 2 * session.num_left_out : -1]]
+            assert session.last is not None and session.last.prompt_token_ids == llm.encode_chat(kept)
+            assert len(session.last.prompt_token_ids) <= 512
+        for _ in range(3):
             assert session.undo() is not None
         assert session.undo() is None and session.num_left_out == 0
         text_of(session.send("hello", GREEDY))
@@ -217,6 +236,20 @@ def test_what_is_no_conversation_is_not_loaded(llm: LLM, roles: list[str], named
         with pytest.raises(RequestError, match="not a text of the user"):
             session.load(named_message)
         assert session.messages == before and session.last is last is not None
+
+
+def test_turns_are_left_out_where_memory_is_smaller_than_the_context(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A conversation that had filled the memory got shorter and shorter answers, and then no answer any more."""
+    share, slots = LLM.share, 400
+    slot_bytes = llm.kv_cache_bytes // llm.engines.target.spec.capacity
+    monkeypatch.setattr(LLM, "share", lambda llm, *_, **rest: share(llm, 1, slots * slot_bytes, **rest))
+    with ChatSession(llm) as session:
+        for number in range(8):
+            text_of(session.send(f"{number} " + "x" * 60, GREEDY))
+            assert session.last is not None and len(session.last.token_ids) == 16
+        assert 1 < session.num_left_out < 8
+        with pytest.raises(RequestError, match="shorten the prompt"):
+            session.send("x" * 500, GREEDY)
 
 
 def test_a_model_without_a_template_has_no_conversations(tiny_bundle: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -26,10 +27,11 @@ from draftwood.runtime.decoding.round import (
     target_probabilities,
 )
 from draftwood.runtime.decoding.stats import SpecDecodeStats
-from draftwood.runtime.inspection.explain import ExplainedRound
+from draftwood.runtime.inspection.explain import ExplainedRound, RoundRecorder
 from draftwood.runtime.sampling.params import SamplingParams
 from draftwood.runtime.sampling.random import seeded_streams
 from draftwood.runtime.sampling.sampler import Sampler
+from draftwood.runtime.sampling.structured import StructuredOutput
 from draftwood.runtime.speculation.config import SpeculativeConfig
 from draftwood.runtime.speculation.planning.cost import CostModel
 from draftwood.runtime.text.tokenizer import Tokenizer, token_texts
@@ -187,6 +189,16 @@ def test_a_list_of_prompts_shows_every_round_of_each(tiny_bundle: Path) -> None:
         results = llm.generate(["one", "two"], GREEDY, observe=rounds.append)
     tokens = [token for round in rounds for token in round.token_ids]
     assert tokens == [token for result in results for token in result.token_ids]
+
+
+def test_the_form_of_a_text_is_shown_as_json_has_it(tiny_bundle: Path) -> None:
+    params = SamplingParams(max_tokens=4, temperature=0, structured=StructuredOutput(regex="[ab]{3}"))
+    with LLM(tiny_bundle) as llm:
+        recorder = RoundRecorder(llm.token_text)
+        (result,) = llm.generate("one", params, observe=recorder.observe)
+        explanation = recorder.explanation("one", llm.speculative, params, result.stats)
+    written = json.loads(json.dumps(explanation.to_json()))
+    assert written["settings"]["structured"] == {"regex": "[ab]{3}"}
 
 
 def test_an_output_that_ends_inside_a_path_shows_only_what_was_emitted() -> None:

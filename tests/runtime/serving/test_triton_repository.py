@@ -97,6 +97,18 @@ def test_a_repository_that_cannot_be_written(tiny_bundle: Path, tmp_path: Path) 
         write(tiny_bundle, tmp_path / "file")
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems have no such names")
+def test_a_path_that_is_no_utf_8_is_named(
+    tiny_bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Protobuf's text format cannot hold it. The error was about standard output."""
+    bundle = shutil.copytree(tiny_bundle, tmp_path / os.fsdecode(b"bundle\xff"))
+    command = ["triton", str(bundle), "--output", str(tmp_path / "models")]
+    assert main(command) == 2
+    assert "bundle\\udcff" in capsys.readouterr().err and not os.listdir(tmp_path / "models")
+    assert main([*command, "--copy-bundle"]) == 0
+
+
 @pytest.mark.parametrize("more", [["--instances", "0"], ["--gpus", "0,0"], ["--name", "a/b"], ["--max-running", "0"]])
 def test_mistakes_on_the_command_line(
     tiny_bundle: Path, tmp_path: Path, more: list[str], capsys: pytest.CaptureFixture[str]
@@ -106,11 +118,14 @@ def test_mistakes_on_the_command_line(
 
 
 def test_the_readme_has_lines_that_can_be_copied(tiny_bundle: Path, tmp_path: Path) -> None:
-    command = ["triton", str(tiny_bundle), "--output", str(tmp_path), "--gpus", "0,1"]
-    assert main(command) == 0
-    text = (tmp_path / "draftwood" / "README.md").read_text()
-    server = f"tritonserver --model-repository={tmp_path} "
-    for line in (server, '"device=0,1"', f" -v {tiny_bundle}:", "[gpu,structured]"):
+    """Paths with a blank are one word of a shell."""
+    repository, bundle = tmp_path / "my models", tmp_path / "my bundle"
+    shutil.copytree(tiny_bundle, bundle)
+    assert main(["triton", str(bundle), "--output", str(repository), "--gpus", "0,1"]) == 0
+    text = (repository / "draftwood" / "README.md").read_text()
+    server = f"tritonserver --model-repository='{repository}' "
+    mounts = f" -v '{repository}:/models:ro'", f" -v '{bundle}:{bundle}:ro'"
+    for line in (server, '"device=0,1"', *mounts, "[gpu,structured]"):
         assert line in text
     assert '"client": "me"' in text
 

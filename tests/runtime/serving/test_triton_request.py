@@ -129,6 +129,8 @@ def test_vllms_json_may_hold_numbers_as_text() -> None:
 def test_end_id_replaces_the_models_own() -> None:
     assert parsed(end_id=5).params == SamplingParams(temperature=0, ignore_eos=True, stop_token_ids=(5,))
     assert parsed(end_id=-1).params == SamplingParams(temperature=0, ignore_eos=True)
+    with pytest.raises(RequestError, match="end_id beside a structured output"):  # it was about ignore_eos
+        parsed(end_id=5, parameters={"guided_regex": "a"})
 
 
 def test_a_deadline_is_a_parameter_where_the_protocol_has_none() -> None:

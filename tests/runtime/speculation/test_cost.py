@@ -309,6 +309,6 @@ def test_the_gpu_belongs_to_the_machine_of_plans(monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_full_disk_leaves_no_half_table(tmp_path: Path) -> None:
-    with largest_file(100), pytest.raises(OSError, match="File too large"):
+    with largest_file(100), pytest.raises(BundleError, match=r"File too large\): free some space"):
         write_costs(table(), tmp_path)
     assert not list(tmp_path.iterdir())

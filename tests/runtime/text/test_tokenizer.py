@@ -126,6 +126,13 @@ def test_settings_of_truncation_and_padding_do_not_reach_the_prompt(folder: Path
     assert len(Tokenizer.load(folder).encode("a long text, longer than four tokens")) > 10
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems have no such names")
+def test_a_folder_may_have_a_name_that_is_no_utf_8(folder: Path) -> None:
+    """The library cannot be given such a name, and the file was called unreadable."""
+    renamed = folder.rename(os.fsdecode(os.fsencode(folder) + b"\xff"))
+    assert Tokenizer.load(renamed).encode("Once upon a time")
+
+
 def test_a_folder_without_settings_still_knows_its_first_token(folder: Path) -> None:
     shutil.rmtree(folder / SETTINGS, ignore_errors=True)
     (folder / SETTINGS).unlink(missing_ok=True)
