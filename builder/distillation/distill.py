@@ -26,7 +26,7 @@ from ...plugins.native.processor import available
 from ...runtime.bundle.staging import replaceable
 from ..checkpoints.checkpoint import Checkpoint
 from ..checkpoints.hub import MODEL, local_folder
-from ..pipeline import end_of_text
+from ..pipeline import end_of_text, refuse_draft
 from ..progress import Begin, Step
 from ..tokenizer import check_known
 from .acceptance import Acceptance, estimate
@@ -76,6 +76,7 @@ class DistillResult(NamedTuple):
 def distill(options: DistillOptions, begin: Begin, watch: Watch = Watch()) -> DistillResult:  # noqa: B008 - a NamedTuple
     """Write text, train, and write the draft. Raises CheckpointError and ConfigError."""
     target = Checkpoint(local_folder(options.target, MODEL, begin))
+    refuse_draft(target)
     start = read_start(options.start, target) if options.start is not None else None
     shape = DraftShape(
         LAYERS if options.layers is None else options.layers, *(getattr(options, name) for name in SIZES)
