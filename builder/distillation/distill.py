@@ -151,7 +151,7 @@ def train(
         start.load(network)
     batches = training_batches(store, options.batch, options.context, options.seed + trainer.progress.steps)
     schedule = Schedule(options.training_seconds, watch.clock, watch.measured, watch.step)
-    origin = origin_of(target.path)
+    origin = origin_of(target.path, options.target)
     coverage = float(counts[kept].sum() / max(counts.sum(), 1e-30))
 
     def publish(found: Acceptance) -> dict[str, Any]:
