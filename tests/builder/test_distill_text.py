@@ -131,7 +131,7 @@ def test_texts_have_their_parts_in_order_and_within_bounds(state: Path) -> None:
 
 def test_an_instruct_model_answers_the_users_questions(tmp_path: Path) -> None:
     folder = write_target(tmp_path / "chat", CHATML)
-    asked = {"questions": ("how?", "why not?"), "state": tmp_path}
+    asked = {"questions": ("how?", ":why not?"), "state": tmp_path}  # the template ends with a colon before them
     given = options(folder, tmp_path / "draft", minutes=2, text_minutes=2, **asked)
     distilled(given)
     texts = texts_of(tmp_path)
