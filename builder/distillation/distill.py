@@ -38,11 +38,11 @@ from .draft import FIGURES, Report, write_draft
 from .network import DraftNetwork, DraftShape, initialise
 from .options import LAYERS, SIZES, VOCABULARY, DistillOptions
 from .plot import acceptance_svg
-from .shards import ANSWER, ANSWER_TEMPERATURES, TextStore, WrittenText
+from .shards import ANSWER, ANSWER_TEMPERATURES, HELD_OUT_SHARE, TextStore, WrittenText, is_held_out
 from .start import Start, check_beginning, read_start
 from .state_files import locked, read_seconds, write_json, write_text
 from .target import TextTarget, check_target, compile_target, open_tokenizer
-from .text import TextCounts, TextLimits, TextWriter
+from .text import TextCounts, TextLimits, TextWriter, fingerprint
 from .training import MEASURED_SECONDS, Progress, Schedule, Trainer
 from .vocabulary import expected_counts, kept_tokens
 
@@ -113,6 +113,8 @@ def write_training_text(options: DistillOptions, target: Checkpoint, begin: Begi
                 "shorten the longest of the --prompts"
             )
         store = TextStore(folder / "texts", target.config.vocab_size, COLUMNS)
+        if questions and options.training_seconds:
+            check_held_out(questions, store)
         eos = end_of_text(target, begin)
         with TextTarget(folder / "target", spec, options.requests, eos, options.threads) as engine:
             writer = TextWriter(engine, layout, store, questions, options.requests, options.seed, watch.limits)
@@ -122,6 +124,17 @@ def write_training_text(options: DistillOptions, target: Checkpoint, begin: Begi
                 write_json(folder / TEXT_SECONDS, {"seconds": seconds})
                 watch.text(counts, seconds)
         write_json(folder / TEXT_SECONDS, {"seconds": options.text_seconds})
+
+
+def check_held_out(questions: Sequence[Sequence[int]], store: TextStore) -> None:
+    """Raises ConfigError where neither an answer to a user's question nor a stored text will be kept from training: the
+    training would refuse this, after all texts were written."""
+    if any(is_held_out(fingerprint(each)) for each in questions) or any(text.is_held_out for text in store.read()):
+        return
+    raise ConfigError(
+        f"none of the {len(questions)} --prompts is held out, and without one the draft cannot be judged: one in "
+        f"{HELD_OUT_SHARE} is, by a hash of its tokens, so give more of them"
+    )
 
 
 def train(

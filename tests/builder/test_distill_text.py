@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -19,7 +20,15 @@ from draftwood.builder.checkpoints.checkpoint import Checkpoint
 from draftwood.builder.distillation.batches import training_batches
 from draftwood.builder.distillation.conversation import Layout, layout_of
 from draftwood.builder.distillation.distributions import TopSelector
-from draftwood.builder.distillation.shards import ANSWER, GIVEN, QUESTION, TEXTS_PER_FILE, TextStore, WrittenText
+from draftwood.builder.distillation.shards import (
+    ANSWER,
+    GIVEN,
+    QUESTION,
+    TEXTS_PER_FILE,
+    TextStore,
+    WrittenText,
+    is_held_out,
+)
 from draftwood.builder.distillation.state_files import locked
 from draftwood.builder.distillation.target import TextTarget, compile_target, open_tokenizer
 from draftwood.builder.distillation.text import LOOPS, TextWriter, fingerprint, is_repeating
@@ -146,6 +155,21 @@ def test_an_instruct_model_answers_the_users_questions(tmp_path: Path) -> None:
     assert [kinds[number] for number in range(4)] == [0, 1, 1, 2]  # each question has another temperature
     greedy = [text.tokens.tolist() for text in texts if text.kinds.max() == ANSWER]
     assert len(greedy) == len({tuple(text) for text in greedy}) <= len(prompts)  # written once for each question
+
+
+def test_questions_of_which_none_is_held_out_are_refused_before_text_is_written(tmp_path: Path) -> None:
+    folder = write_target(tmp_path / "target")
+    with Tokenizer.load(folder) as tokenizer:
+        asked = {text: tokenizer.encode(text, add_special_tokens=False) for text in map(str, range(200))}
+    trained = tuple(text for text, ids in asked.items() if not is_held_out(fingerprint(ids)))
+    assert 2 < len(trained) < 200
+    given = options(folder, tmp_path / "draft", minutes=3, text_minutes=2, questions=trained[:2])
+    with pytest.raises(ConfigError, match="none of the 2 --prompts is held out"):
+        distilled(given)
+    assert not texts_of(given.folder)
+    other = next(text for text in asked if text not in trained)
+    distilled(replace(given, questions=(*given.questions, other)))
+    assert texts_of(given.folder)
 
 
 @given(st.lists(st.integers(0, 5), max_size=20), st.lists(st.integers(0, 5), min_size=1, max_size=12))
