@@ -17,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from draftwood.builder.checkpoints.checkpoint import Checkpoint
-from draftwood.builder.distillation.batches import training_batches
+from draftwood.builder.distillation.batches import pack, training_batches
 from draftwood.builder.distillation.conversation import Layout, layout_of
 from draftwood.builder.distillation.distributions import TopSelector
 from draftwood.builder.distillation.shards import (
@@ -287,6 +287,16 @@ def test_held_out_questions_are_never_trained_on(tmp_path: Path) -> None:
     for _ in range(60):
         seen |= set(next(batches).tokens.flatten().tolist())
     assert seen == {100 + question for question in range(70) if question % 32}
+
+
+@pytest.mark.parametrize("fill", [False, True])
+def test_no_batch_is_of_a_prompt_alone(fill: bool) -> None:
+    """Of a text of 21 tokens the last 4 are an answer; sequences have 4 places."""
+    text = written(2, 7, 21)
+    kinds = np.where(np.arange(21) < 17, GIVEN, ANSWER).astype(np.uint8)
+    batches = list(pack([text._replace(kinds=kinds)] * 3, 1, 4, fill))
+    answers = [token for batch in batches for token in batch.written[batch.scored].tolist()]
+    assert answers == 3 * text.tokens[17:].tolist() and all(batch.scored.any() for batch in batches)
 
 
 def test_one_process_writes_at_a_time(state: Path, target: Path) -> None:
