@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...models.errors import CheckpointError
-from ...models.layers import EMBEDDING_WEIGHT, HEAD_WEIGHT, network_of
+from ...models.layers import EMBEDDING_WEIGHT, network_of
 from ...runtime.text.tokenizer import Tokenizer
 from ..parallel import in_parts
 from ..tokenizer import check_rows
@@ -36,7 +36,7 @@ class Checkpoint:
         self._source: TensorSource = self._files.tensors
         self.kept_tokens: NDArray[np.int64] | None = None  # [N], ascending: those that a trimmed draft predicts
         if lora is not None:
-            merged = Merged(self._source, lora, frozenset((HEAD_WEIGHT,) if self.config.tie_embeddings else ()))
+            merged = Merged(self._source, lora, self.config.tie_embeddings)
             self._source, self.notes = merged, (*self.notes, *merged.notes)
         if self.config.draft_vocab_size is not None:
             self._trim(read_kept_tokens(self._files.tensors, self.config.draft_vocab_size, self.config.vocab_size))
