@@ -19,11 +19,12 @@ from .folder import HuggingFaceFolder
 from .fused import Split
 from .lora import Merged
 from .source import Blocks, ModelFiles, TensorSource, stored_blocks
-from .vocabulary import BY_TOKEN, CutVocabulary, TrimmedVocabulary, read_kept_tokens
+from .vocabulary import BY_TOKEN, CutVocabulary, TrimmedVocabulary, check_tied, read_kept_tokens
 
 
 class Checkpoint:
-    """A checkpoint in any format. Opening it reads headers only. `tensor` reads one tensor and keeps none in memory."""
+    """A checkpoint in any format. Opening it reads headers, and of a tied model a vocabulary projection that it stores
+    nevertheless. `tensor` reads one tensor and keeps none in memory."""
 
     def __init__(self, path: Path, lora: Path | None = None) -> None:
         """path: a Hugging Face folder or a GGUF file. lora: the folder of an adapter, which is merged into the tensors.
@@ -43,6 +44,8 @@ class Checkpoint:
         self._source = Split(self._source, self.config)
         for name, shape in network_of(self.config).tensors().items():
             self._check(name, shape)
+        if self.config.tie_embeddings:
+            check_tied(self._source)
 
     def tensor(self, name: str) -> NDArray[Any]:
         """One tensor in its stored dtype. Raises CheckpointError when it holds NaN or infinity."""
