@@ -98,17 +98,22 @@ def opened(options: BuildOptions, advance: Callable[[], None]) -> dict[str, Chec
         path = options.target if role == TARGET or not isinstance(options.draft, Path) else options.draft
         checkpoints[role] = Checkpoint(path, options.lora_of(role))
         advance()
-    if checkpoints[TARGET].kept_tokens is not None:
+    refuse_draft(checkpoints[TARGET])
+    return checkpoints
+
+
+def refuse_draft(target: Checkpoint) -> None:
+    """Raises CheckpointError for a target that can only be a draft."""
+    if target.kept_tokens is not None:
         raise CheckpointError(
-            f"{options.target} is a draft with a trimmed vocabulary, which cannot be a target: its text would lack all "
+            f"{target.path} is a draft with a trimmed vocabulary, which cannot be a target: its text would lack all "
             "other tokens"
         )
-    if checkpoints[TARGET].config.draft_context is not None:
+    if target.config.draft_context is not None:
         raise CheckpointError(
-            f"{options.target} is a draft that reads the last {checkpoints[TARGET].config.draft_context} tokens alone, "
-            "which a target does not: remove draft_context from its config.json to make it one"
+            f"{target.path} is a draft that reads the last {target.config.draft_context} tokens alone, which a target "
+            "does not: remove draft_context from its config.json to make it one"
         )
-    return checkpoints
 
 
 def trimmed(

@@ -13,7 +13,7 @@ from ..models.errors import CheckpointError
 
 SPACE = "▁"  # SentencePiece writes a space as this letter
 UNIGRAM, BPE = 1, 2  # sentencepiece_model.proto, TrainerSpec.ModelType
-CONTROL, BYTE = 3, 6  # SentencePiece.Type
+CONTROL, USER_DEFINED, BYTE = 3, 4, 6  # SentencePiece.Type
 MOST_CHARACTERS, MOST_PIECE = 1 << 24, 1024  # of all pieces, and of one: the ways to cut them are counted out
 
 
@@ -69,7 +69,10 @@ def read_sentencepiece(file: Path) -> Pieces:
 
 
 def tokenizer_of(model: Pieces) -> TokenizerJson:
-    """LLaMA-1/2's tokenizer: BPE or unigram over raw text with byte fallback. Control pieces are special tokens."""
+    """LLaMA-1/2's tokenizer: BPE or unigram over raw text with byte fallback. Control pieces are special tokens.
+
+    A piece that a user defined is never cut. A unigram model sees to that by the scores. Of BPE, where no merges may
+    lead to them, such pieces become added tokens."""
     tokenizer = TokenizerJson(unigram_model(model) if model.unigram else bpe_model(model))
     first = model.prefix and model.once
     steps: list[normalizers.Normalizer] = [normalizers.Prepend(SPACE)] if model.prefix and not first else []
@@ -83,6 +86,8 @@ def tokenizer_of(model: Pieces) -> TokenizerJson:
     controls = [piece.text for piece in model.pieces if piece.kind == CONTROL]
     special = [model.pieces[model.unknown].text, *controls]
     tokenizer.add_special_tokens([AddedToken(text, normalized=False, special=True) for text in special])
+    whole = [] if model.unigram else [piece.text for piece in model.pieces if piece.kind == USER_DEFINED]
+    tokenizer.add_tokens([AddedToken(text, normalized=False, special=False) for text in whole])
     return tokenizer
 
 

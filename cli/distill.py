@@ -9,13 +9,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, Progress, TaskID, TimeElapsedColumn
 
 from ..models.errors import EngineError
 from ..models.printable import shell_word
 from .bench import read_prompts
 from .build import folder_or_id
 from .options import read_options
+from .progress import titles
 
 if TYPE_CHECKING:
     from ..builder.distillation.acceptance import Acceptance
@@ -100,7 +101,7 @@ def run(args: argparse.Namespace) -> int:
         raise EngineError(f"distilling needs {error.name}: pip install 'draftwood[build,cpu]'") from error
 
     console = Console(stderr=args.json)
-    with Progress(TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), console=console) as shown:
+    with Progress(titles(), BarColumn(), TimeElapsedColumn(), console=console) as shown:
         bars = Bars(shown, options)
         result = distill(options, bars.begin, Watch(bars.text, bars.training, bars.step))
     if args.json:

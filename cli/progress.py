@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 @contextmanager
 def progress(console: Console) -> Iterator[Begin]:
     """A function to which a builder announces its steps; it shows their progress bars."""
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    columns = (titles(), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console) as bars:
 
         def begin(step: Step) -> Callable[[], None]:
@@ -25,6 +25,11 @@ def progress(console: Console) -> Iterator[Begin]:
             return lambda: bars.advance(task)
 
         yield begin
+
+
+def titles() -> TextColumn:
+    """The column of the steps' titles, as they are: brackets in the name of a file are no markup."""
+    return TextColumn("{task.description}", markup=False)
 
 
 def warm_up(llm: LLM, console: Console) -> None:

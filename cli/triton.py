@@ -62,7 +62,8 @@ def run(args: argparse.Namespace) -> int:
         Distribution.find()  # raises before anything is written
     folder = write_model(args.bundle, args.output, args.name, settings, placement, args.copy_bundle)
     console = Console()
-    console.print(f"Model written to {folder}; its README.md says how to start it.", highlight=False, soft_wrap=True)
+    written = f"Model written to {folder}; its README.md says how to start it."
+    console.print(written, markup=False, highlight=False, soft_wrap=True)
     if not args.start:
         return 0
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # stopping a container sends SIGTERM
@@ -70,6 +71,7 @@ def run(args: argparse.Namespace) -> int:
     with TritonServer(args.output, ports, HOST if args.host is None else args.host, [args.name]) as server:
         console.print(
             f"Ready: HTTP on {server.http}, gRPC on {server.grpc}, {server.metrics}; log in {server.log}",
+            markup=False,
             highlight=False,
             soft_wrap=True,
         )

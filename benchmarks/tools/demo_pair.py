@@ -70,7 +70,7 @@ def write_full_draft(target: Checkpoint, draft: Path, text: str, folder: Path) -
         tokens = tokenizer.encode(text)[:MOST_TOKENS]
         states = torch.cat([network.hidden(batch) for batch in batches_of(tokens)])
     report = Report(read_object(draft / FIGURES), (draft / "acceptance.svg").read_text(encoding="utf-8"))
-    figures = write_draft(folder, network, target, origin_of(target.path), report, states)
+    figures = write_draft(folder, network, target, origin_of(target.path, target.path), report, states)
     target.write_tokenizer(folder)  # in the target's own form: OpenVINO GenAI compares the files
     print(f"largest probability of the other tokens together: {figures['probability_of_untrained_tokens']}")
 

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...models.errors import CheckpointError
-from ...models.layers import EMBEDDING_WEIGHT, HEAD_WEIGHT, network_of
+from ...models.layers import EMBEDDING_WEIGHT, network_of
 from ...runtime.text.tokenizer import Tokenizer
 from ..parallel import in_parts
 from ..tokenizer import check_rows
@@ -19,11 +19,12 @@ from .folder import HuggingFaceFolder
 from .fused import Split
 from .lora import Merged
 from .source import Blocks, ModelFiles, TensorSource, stored_blocks
-from .vocabulary import BY_TOKEN, CutVocabulary, TrimmedVocabulary, read_kept_tokens
+from .vocabulary import BY_TOKEN, CutVocabulary, TrimmedVocabulary, check_tied, read_kept_tokens
 
 
 class Checkpoint:
-    """A checkpoint in any format. Opening it reads headers only. `tensor` reads one tensor and keeps none in memory."""
+    """A checkpoint in any format. Opening it reads headers, and of a tied model a vocabulary projection that it stores
+    nevertheless. `tensor` reads one tensor and keeps none in memory."""
 
     def __init__(self, path: Path, lora: Path | None = None) -> None:
         """path: a Hugging Face folder or a GGUF file. lora: the folder of an adapter, which is merged into the tensors.
@@ -36,13 +37,15 @@ class Checkpoint:
         self._source: TensorSource = self._files.tensors
         self.kept_tokens: NDArray[np.int64] | None = None  # [N], ascending: those that a trimmed draft predicts
         if lora is not None:
-            merged = Merged(self._source, lora, frozenset((HEAD_WEIGHT,) if self.config.tie_embeddings else ()))
+            merged = Merged(self._source, lora, self.config.tie_embeddings)
             self._source, self.notes = merged, (*self.notes, *merged.notes)
         if self.config.draft_vocab_size is not None:
             self._trim(read_kept_tokens(self._files.tensors, self.config.draft_vocab_size, self.config.vocab_size))
         self._source = Split(self._source, self.config)
         for name, shape in network_of(self.config).tensors().items():
             self._check(name, shape)
+        if self.config.tie_embeddings:
+            check_tied(self._source)
 
     def tensor(self, name: str) -> NDArray[Any]:
         """One tensor in its stored dtype. Raises CheckpointError when it holds NaN or infinity."""

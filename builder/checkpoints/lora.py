@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from ...models.errors import CheckpointError
 from ...models.fields import brief
+from ...models.layers import EMBED_TOKENS, HEAD_WEIGHT, LM_HEAD
 from ..tokenizer import TOKENIZER_FILES
 from .json_file import read_json
 from .safetensors import Safetensors, open_safetensors
@@ -64,9 +65,9 @@ class Merged:
     Raises CheckpointError for an adapter that is not supported, or whose tensors do not belong to the model.
     """
 
-    def __init__(self, source: TensorSource, folder: Path, absent: frozenset[str] = frozenset()) -> None:
-        """absent: names of tensors that the source may hold but the model does not use."""
-        self._source, self._folder, self._absent = source, folder, absent
+    def __init__(self, source: TensorSource, folder: Path, tied: bool = False) -> None:
+        """tied: whether the vocabulary projection of the model is its embedding."""
+        self._source, self._folder, self._tied = source, folder, tied
         self._scales = read_scales(folder)
         self._adapter = open_adapter(folder)
         self._modules: set[str] = set()
@@ -121,15 +122,21 @@ class Merged:
         if stored is None or not stored.is_read:
             found = "unreadable" if stored is None else stored.dtype
             raise CheckpointError(f"{self._folder}: tensor {name} is {found}; use an fp32, fp16 or bf16 adapter")
+        if "lora_embedding_" in own:
+            raise CheckpointError(f"{self._folder}: tensor {name} adapts an embedding, {FIX}")
+        if self._tied and own.startswith((f"{EMBED_TOKENS}.", f"{LM_HEAD}.")):
+            raise CheckpointError(
+                f"{self._folder}: tensor {name} belongs to the embedding or the projection alone, and this model ties "
+                f"them together: store {HEAD_WEIGHT}, a copy of the embedding, in the model's folder, and set "
+                "tie_word_embeddings to false in its config.json"
+            )
         if own.endswith((A, B)):
             module = own.removesuffix(A).removesuffix(B)
             if module not in self._modules:
                 self._check_module(module, name)
                 self._modules.add(module)
             return
-        if "lora_embedding_" in own:
-            raise CheckpointError(f"{self._folder}: tensor {name} adapts an embedding, {FIX}")
-        base = self._model(own)
+        base = self._source.stored(own)
         if base is None:
             raise self._unmatched(name)
         if base.shape != stored.shape:
@@ -141,7 +148,7 @@ class Merged:
 
     def _check_module(self, module: str, name: str) -> None:
         """Raises CheckpointError unless A [r, in] and B [out, r] belong to a matrix of the model."""
-        base = self._model(module + WEIGHT)
+        base = self._source.stored(module + WEIGHT)
         if base is None or len(base.shape) != 2:
             raise self._unmatched(name)
         rank, (outputs, inputs) = self._scales.rank_of(module), base.shape
@@ -154,9 +161,6 @@ class Merged:
                     f"{self._folder}: tensor {module}{end} has shape {stored.shape} and should have {shape}, for rank "
                     f"{rank} and a matrix of {outputs} x {inputs}: give the model that the adapter was trained on"
                 )
-
-    def _model(self, name: str) -> Stored | None:
-        return None if name in self._absent else self._source.stored(name)
 
     def _unmatched(self, name: str) -> CheckpointError:
         return CheckpointError(

@@ -15,6 +15,21 @@ from .source import Blocks, Stored, TensorSource, stored_blocks
 # int64 [N]: column i of a trimmed draft predicts token i + d2t[i], as in EAGLE-3 and vLLM's speculators.
 OFFSETS = "d2t"
 BY_TOKEN = (EMBEDDING_WEIGHT, HEAD_WEIGHT)  # tensors with one row for each token
+DIFFERS = (
+    f"tensor {HEAD_WEIGHT} differs from the embedding's rows, to which tie_word_embeddings ties it: remove the tensor, "
+    "or set tie_word_embeddings to false"
+)
+
+
+def check_tied(source: TensorSource) -> None:
+    """Raises CheckpointError if the files of a tied model also hold a vocabulary projection that is not its embedding:
+    transformers computes with the projection from release 5 on, and with the embedding before."""
+    embedding, head = (source.stored(name) for name in BY_TOKEN)
+    if embedding is None or head is None:
+        return
+    same = embedding.shape == head.shape
+    if not same or not np.array_equal(source.tensor(EMBEDDING_WEIGHT), source.tensor(HEAD_WEIGHT)):
+        raise CheckpointError(DIFFERS)
 
 
 class CutVocabulary:
@@ -49,10 +64,7 @@ class TrimmedVocabulary:
         self._source, self._tokens = source, tokens
         self._head = EMBEDDING_WEIGHT if tied else HEAD_WEIGHT
         if tied and source.stored(HEAD_WEIGHT) is not None and not self._repeats_embedding():
-            raise CheckpointError(
-                f"tensor {HEAD_WEIGHT} differs from the embedding's rows, to which tie_word_embeddings ties it: remove "
-                "the tensor, or set tie_word_embeddings to false"
-            )
+            raise CheckpointError(DIFFERS)
 
     def stored(self, name: str) -> Stored | None:
         if name != HEAD_WEIGHT:

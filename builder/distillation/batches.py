@@ -48,7 +48,14 @@ class Batch(NamedTuple):
 
 def pack(texts: Iterable[WrittenText], sequences: int, length: int, fill: bool = False) -> Iterator[Batch]:
     """Batches of `sequences` x `length` tokens, in the order of the texts. A text may go on in the next sequence. fill:
-    the last batch is filled up with places that are not scored; otherwise what does not fill one is left out."""
+    the last batch is filled up with places that are not scored; otherwise what does not fill one is left out. A batch
+    without a scored place, of a long prompt alone, is left out, too: it has neither a loss nor a gradient."""
+    batches = cut(texts, sequences, length, fill)
+    return (batch for batch in batches if batch.scored.any())
+
+
+def cut(texts: Iterable[WrittenText], sequences: int, length: int, fill: bool) -> Iterator[Batch]:
+    """See `pack`; every batch."""
     waiting: list[list[NDArray[np.generic]]] = []
     size, number = 0, 0
     for text in texts:

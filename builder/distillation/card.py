@@ -25,8 +25,10 @@ class Origin(NamedTuple):
     licence_text: str | None
 
 
-def origin_of(path: Path) -> Origin:
-    """What a target's folder or GGUF file says about itself."""
+def origin_of(path: Path, asked: Path) -> Origin:
+    """What a target's folder or GGUF file says about itself. asked: the path, or the id on the Hub from which it was
+    downloaded: a folder of the Hub's cache is named by its commit."""
+    name = asked.as_posix() if asked != path else path.resolve().name if path.is_dir() else path.stem
     folder = path if path.is_dir() else path.parent
     texts = (read_text(folder / name) for name in LICENCE_FILES)
     text = next((found for found in texts if found is not None), None)
@@ -34,11 +36,11 @@ def origin_of(path: Path) -> Origin:
         front = read_text(path / "README.md") or ""
         head, end, _ = front.partition("\n---\n")
         found = re.search(r"^license: *([\w.+-]+) *$", head, re.MULTILINE) if end and head.startswith("---\n") else None
-        return Origin(short(path.resolve().name), found[1] if found else None, text)
+        return Origin(short(name), found[1] if found else None, text)
     from ..checkpoints.gguf.header import read_header  # which imports the gguf package
 
     licence = read_header(path).metadata.get("general.license")
-    return Origin(short(path.stem), short(licence) if isinstance(licence, str) else None, text)
+    return Origin(short(name), short(licence) if isinstance(licence, str) else None, text)
 
 
 def read_text(file: Path) -> str | None:

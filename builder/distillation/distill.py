@@ -26,7 +26,7 @@ from ...plugins.native.processor import available
 from ...runtime.bundle.staging import replaceable
 from ..checkpoints.checkpoint import Checkpoint
 from ..checkpoints.hub import MODEL, local_folder
-from ..pipeline import end_of_text
+from ..pipeline import end_of_text, refuse_draft
 from ..progress import Begin, Step
 from ..tokenizer import check_known
 from .acceptance import Acceptance, estimate
@@ -38,11 +38,11 @@ from .draft import FIGURES, Report, write_draft
 from .network import DraftNetwork, DraftShape, initialise
 from .options import LAYERS, SIZES, VOCABULARY, WORTH_MINUTES, DistillOptions
 from .plot import acceptance_svg
-from .shards import ANSWER, ANSWER_TEMPERATURES, HELD_OUT_SHARE, TextStore, WrittenText
+from .shards import ANSWER, ANSWER_TEMPERATURES, HELD_OUT_SHARE, TextStore, WrittenText, is_held_out
 from .start import Start, check_beginning, read_start
 from .state_files import locked, read_seconds, write_json, write_text
 from .target import TextTarget, check_target, compile_target, open_tokenizer
-from .text import TextCounts, TextLimits, TextWriter
+from .text import TextCounts, TextLimits, TextWriter, fingerprint
 from .training import MEASURED_SECONDS, Progress, Schedule, Trainer
 from .vocabulary import expected_counts, kept_tokens
 
@@ -76,6 +76,7 @@ class DistillResult(NamedTuple):
 def distill(options: DistillOptions, begin: Begin, watch: Watch = Watch()) -> DistillResult:  # noqa: B008 - a NamedTuple
     """Write text, train, and write the draft. Raises CheckpointError and ConfigError."""
     target = Checkpoint(local_folder(options.target, MODEL, begin))
+    refuse_draft(target)
     start = read_start(options.start, target) if options.start is not None else None
     shape = DraftShape(
         LAYERS if options.layers is None else options.layers, *(getattr(options, name) for name in SIZES)
@@ -112,6 +113,8 @@ def write_training_text(options: DistillOptions, target: Checkpoint, begin: Begi
                 "shorten the longest of the --prompts"
             )
         store = TextStore(folder / "texts", target.config.vocab_size, COLUMNS)
+        if questions and options.training_seconds:
+            check_held_out(questions, store)
         eos = end_of_text(target, begin)
         with TextTarget(folder / "target", spec, options.requests, eos, options.threads) as engine:
             writer = TextWriter(engine, layout, store, questions, options.requests, options.seed, watch.limits)
@@ -121,6 +124,17 @@ def write_training_text(options: DistillOptions, target: Checkpoint, begin: Begi
                 write_json(folder / TEXT_SECONDS, {"seconds": seconds})
                 watch.text(counts, seconds)
         write_json(folder / TEXT_SECONDS, {"seconds": options.text_seconds})
+
+
+def check_held_out(questions: Sequence[Sequence[int]], store: TextStore) -> None:
+    """Raises ConfigError where neither an answer to a user's question nor a stored text will be kept from training: the
+    training would refuse this, after all texts were written."""
+    if any(is_held_out(fingerprint(each)) for each in questions) or any(text.is_held_out for text in store.read()):
+        return
+    raise ConfigError(
+        f"none of the {len(questions)} --prompts is held out, and without one the draft cannot be judged: one in "
+        f"{HELD_OUT_SHARE} is, by a hash of its tokens, so give more of them"
+    )
 
 
 def train(
@@ -152,7 +166,7 @@ def train(
         start.load(network)
     batches = training_batches(store, options.batch, options.context, options.seed + trainer.progress.steps)
     schedule = Schedule(options.training_seconds, watch.clock, watch.measured, watch.step)
-    origin = origin_of(target.path)
+    origin = origin_of(target.path, options.target)
     coverage = float(counts[kept].sum() / max(counts.sum(), 1e-30))
 
     def publish(found: Acceptance) -> dict[str, Any]:

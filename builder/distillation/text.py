@@ -73,7 +73,8 @@ class Draft:
     def give(self, tokens: Sequence[int]) -> None:
         """Append tokens of the template or the user. A special token with which the target has just ended its own part
         is not repeated."""
-        tokens = tokens[1:] if self.tokens and tokens and self.tokens[-1] == tokens[0] else tokens
+        ended = bool(self.kinds) and self.kinds[-1] != GIVEN
+        tokens = tokens[1:] if ended and tokens and self.tokens[-1] == tokens[0] else tokens
         self._append(tokens, GIVEN, [None] * len(tokens))
 
     def _append(self, tokens: Sequence[int], kind: int, rows: Sequence[TopTokens | None]) -> None:

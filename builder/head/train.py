@@ -31,7 +31,7 @@ from ...models.layers import num_parameters
 from ...runtime.bundle.staging import staging_folder
 from ...runtime.text.tokenizer import Tokenizer
 from ..checkpoints.checkpoint import Checkpoint
-from ..pipeline import one_vocabulary
+from ..pipeline import one_vocabulary, refuse_draft
 from ..progress import Begin, Step
 from ..tokenizer import check_known, check_same_vocabulary
 from .calibration import Floats, calibration, fit_temperature
@@ -59,6 +59,7 @@ def train_head(options: HeadTraining, prompts: Sequence[str], begin: Begin) -> H
     for role, folder in ((TARGET, options.target), (DRAFT, options.draft)):
         checkpoints[role] = Checkpoint(folder)
         advance()
+    refuse_draft(checkpoints[TARGET])
     tokenizer = shared_tokenizer(checkpoints)
     checkpoints = one_vocabulary(checkpoints, tokenizer, begin)
     encoded = encode(options, checkpoints, tokenizer, prompts)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from ...models.errors import ConfigError
 from ...models.head_config import HeadConfig
+from ...runtime.sampling.params import TEMPERATURES
 from .calibration import CalibrationFigures
 
 CONTEXTS = ("mixed", "branched")
@@ -59,10 +59,11 @@ class HeadTraining:
             raise ConfigError(f"contexts {self.contexts!r} is unknown; choose one of {', '.join(CONTEXTS)}")
         if not 0 <= self.mixing_ratio < 1:
             raise ConfigError(f"mixing_ratio must be at least 0 and less than 1, not {self.mixing_ratio}")
-        if not 0 <= self.temperature < math.inf:
-            raise ConfigError(f"temperature must be 0 or positive, not {self.temperature}")
-        if not 0 < self.learning_rate < math.inf:
-            raise ConfigError(f"learning_rate must be positive, not {self.learning_rate}")
+        coldest, hottest = TEMPERATURES
+        if not (self.temperature == 0 or coldest <= self.temperature <= hottest):
+            raise ConfigError(f"temperature must be 0, or {coldest:g} to {hottest:g}, not {self.temperature}")
+        if not 0 < self.learning_rate <= 1:
+            raise ConfigError(f"learning_rate must be above 0 and at most 1, not {self.learning_rate}")
         if not 0 < self.held_out < 1:
             raise ConfigError(f"held_out must be between 0 and 1, not {self.held_out}")
         if self.texts < 2:

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -16,10 +17,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from draftwood.builder.checkpoints.checkpoint import Checkpoint
-from draftwood.builder.distillation.batches import training_batches
+from draftwood.builder.distillation.batches import pack, training_batches
 from draftwood.builder.distillation.conversation import Layout, layout_of
 from draftwood.builder.distillation.distributions import TopSelector
-from draftwood.builder.distillation.shards import ANSWER, GIVEN, QUESTION, TEXTS_PER_FILE, TextStore, WrittenText
+from draftwood.builder.distillation.shards import (
+    ANSWER,
+    GIVEN,
+    QUESTION,
+    TEXTS_PER_FILE,
+    TextStore,
+    WrittenText,
+    is_held_out,
+)
 from draftwood.builder.distillation.state_files import locked
 from draftwood.builder.distillation.target import TextTarget, compile_target, open_tokenizer
 from draftwood.builder.distillation.text import LOOPS, TextWriter, fingerprint, is_repeating
@@ -131,7 +140,7 @@ def test_texts_have_their_parts_in_order_and_within_bounds(state: Path) -> None:
 
 def test_an_instruct_model_answers_the_users_questions(tmp_path: Path) -> None:
     folder = write_target(tmp_path / "chat", CHATML)
-    asked = {"questions": ("how?", "why not?"), "state": tmp_path}
+    asked = {"questions": ("how?", ":why not?"), "state": tmp_path}  # the template ends with a colon before them
     given = options(folder, tmp_path / "draft", minutes=2, text_minutes=2, **asked)
     distilled(given)
     texts = texts_of(tmp_path)
@@ -146,6 +155,21 @@ def test_an_instruct_model_answers_the_users_questions(tmp_path: Path) -> None:
     assert [kinds[number] for number in range(4)] == [0, 1, 1, 2]  # each question has another temperature
     greedy = [text.tokens.tolist() for text in texts if text.kinds.max() == ANSWER]
     assert len(greedy) == len({tuple(text) for text in greedy}) <= len(prompts)  # written once for each question
+
+
+def test_questions_of_which_none_is_held_out_are_refused_before_text_is_written(tmp_path: Path) -> None:
+    folder = write_target(tmp_path / "target")
+    with Tokenizer.load(folder) as tokenizer:
+        asked = {text: tokenizer.encode(text, add_special_tokens=False) for text in map(str, range(200))}
+    trained = tuple(text for text, ids in asked.items() if not is_held_out(fingerprint(ids)))
+    assert 2 < len(trained) < 200
+    given = options(folder, tmp_path / "draft", minutes=3, text_minutes=2, questions=trained[:2])
+    with pytest.raises(ConfigError, match="none of the 2 --prompts is held out"):
+        distilled(given)
+    assert not texts_of(given.folder)
+    other = next(text for text in asked if text not in trained)
+    distilled(replace(given, questions=(*given.questions, other)))
+    assert texts_of(given.folder)
 
 
 @given(st.lists(st.integers(0, 5), max_size=20), st.lists(st.integers(0, 5), min_size=1, max_size=12))
@@ -263,6 +287,16 @@ def test_held_out_questions_are_never_trained_on(tmp_path: Path) -> None:
     for _ in range(60):
         seen |= set(next(batches).tokens.flatten().tolist())
     assert seen == {100 + question for question in range(70) if question % 32}
+
+
+@pytest.mark.parametrize("fill", [False, True])
+def test_no_batch_is_of_a_prompt_alone(fill: bool) -> None:
+    """Of a text of 21 tokens the last 4 are an answer; sequences have 4 places."""
+    text = written(2, 7, 21)
+    kinds = np.where(np.arange(21) < 17, GIVEN, ANSWER).astype(np.uint8)
+    batches = list(pack([text._replace(kinds=kinds)] * 3, 1, 4, fill))
+    answers = [token for batch in batches for token in batch.written[batch.scored].tolist()]
+    assert answers == 3 * text.tokens[17:].tolist() and all(batch.scored.any() for batch in batches)
 
 
 def test_one_process_writes_at_a_time(state: Path, target: Path) -> None:

@@ -279,12 +279,13 @@ def test_default_sizes_suit_the_target(target: Path, hidden: int) -> None:
 def test_a_target_says_its_name_and_licence(tmp_path: Path) -> None:
     folder = tmp_path / "Some-Model"
     folder.mkdir()
-    assert origin_of(folder) == Origin("Some-Model", None, None)
+    assert origin_of(folder, folder) == Origin("Some-Model", None, None)
+    assert origin_of(folder, Path("org/name@v2")) == Origin("org/name@v2", None, None), "downloaded to a cache"
     (folder / "README.md").write_text("---\nlanguage: en\nlicense: apache-2.0\n---\n# Some\nlicense: mit\n")
     (folder / "LICENSE").write_text("a licence")
-    assert origin_of(folder) == Origin("Some-Model", "apache-2.0", "a licence")
+    assert origin_of(folder, folder) == Origin("Some-Model", "apache-2.0", "a licence")
     (folder / "README.md").write_text("---\n" + "license: mit\n" * 80_000)  # took minutes
-    assert origin_of(folder).licence is None
+    assert origin_of(folder, folder).licence is None
 
 
 # Command line

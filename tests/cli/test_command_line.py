@@ -6,14 +6,18 @@ import json
 import re
 import subprocess
 import sys
+from io import StringIO
 from pathlib import Path
 
 import numpy as np
 import pytest
+from rich.console import Console
 from serving import CHAT_TEMPLATE, with_chat_template
 
+from draftwood.builder.progress import Step
 from draftwood.cli.bench import interval
 from draftwood.cli.main import main
+from draftwood.cli.progress import progress
 from draftwood.runtime.bundle.bundle import EngineBundle
 
 GREEDY = ["--temperature", "0", "--max-tokens", "12", "--ignore-eos"]
@@ -160,6 +164,17 @@ def completed(script: str, *words: str) -> list[str]:
     asked = f"COMP_WORDS=({given}); COMP_CWORD={len(words)}; _shtab_draftwood"
     lines = f"{script}\n{asked}; printf '%s\\n' \"${{COMPREPLY[@]}}\""
     return subprocess.run(["bash", "-c", lines], capture_output=True, text=True, check=True).stdout.split()
+
+
+def test_brackets_in_the_name_of_a_folder_are_no_markup(
+    tiny_bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder, shown = tmp_path / "a[bold]b[" / "x]", StringIO()
+    with progress(Console(file=shown, width=300)) as begin:
+        begin(Step(f"Replacing {folder}", 1))()
+    assert f"Replacing {folder}" in shown.getvalue()
+    assert main(["triton", str(tiny_bundle), "--output", str(folder)]) == 0
+    assert f"Model written to {folder}" in capsys.readouterr().out
 
 
 def test_bash_completes_commands_options_and_choices(capsys: pytest.CaptureFixture[str]) -> None:

@@ -13,13 +13,13 @@ from ....models.errors import CheckpointError, shown
 from ....models.fields import MOST
 from ....runtime.text.tokenizer import SETTINGS, TEMPLATE, TOKENIZER, Tokenizer
 from ....runtime.text.tokenizer_check import is_failure
-from ...sentencepiece import CONTROL, Piece, Pieces, put_around, tokenizer_of
+from ...sentencepiece import CONTROL, USER_DEFINED, Piece, Pieces, put_around, tokenizer_of
 from .metadata import AGAIN, Metadata
 from .splits import SPLITS
 
 PREFIX = "tokenizer.ggml."
 BYTE_LEVEL, SENTENCEPIECE = "gpt2", "llama"  # kinds of tokenizers
-NORMAL, UNKNOWN, USER_DEFINED, UNUSED = 1, 2, 4, 5  # token types; the others as SentencePiece's
+NORMAL, UNKNOWN, UNUSED = 1, 2, 5  # token types; the others as SentencePiece's
 SPECIAL = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
 SENTENCEPIECE_IDS = {"bos": 1, "eos": 2, "unknown": 0}  # where a file does not name them
 ENDS = ("eos", "eot", "eom")

@@ -124,6 +124,17 @@ def test_missing_vocabulary_projection(folder: Path) -> None:
     Checkpoint(folder)
 
 
+def test_a_projection_that_a_tied_model_stores_must_be_its_embedding(folder: Path) -> None:
+    """With another one, releases of transformers differ in what they compute."""
+    edit_json(folder / "config.json", lambda config: config.update(tie_word_embeddings=True))
+    refused(folder, r"tensor lm_head\.weight differs from the embedding's rows")
+    embedding = "model.embed_tokens.weight"
+    edit_weights(folder, lambda tensors: tensors.update({"lm_head.weight": tensors[embedding][:-1].clone()}))
+    refused(folder, r"tensor lm_head\.weight differs from the embedding's rows")
+    edit_weights(folder, lambda tensors: tensors.update({"lm_head.weight": tensors[embedding].clone()}))
+    Checkpoint(folder)
+
+
 def test_wrong_shape(folder: Path) -> None:
     edit_weights(folder, lambda tensors: tensors.update({NAME: torch.zeros(16, 31)}))
     refused(folder, rf"tensor {NAME} has shape \(16, 31\), its configuration asks for \(16, 32\)")

@@ -245,11 +245,21 @@ def test_an_adapter_of_another_model_is_refused(plain: Path, tmp_path: Path) -> 
     refused(plain, save_adapter(tmp_path / "lora", twice), "holds a tensor twice")
 
 
-def test_an_adapter_of_a_projection_that_a_tied_model_does_not_use(tmp_path: Path) -> None:
+def test_an_adapter_of_one_of_two_tied_matrices_is_refused(tmp_path: Path) -> None:
+    """PEFT trains each of them alone, as the untied model has them."""
     plain = write_checkpoint(tmp_path / "tied", "tied")
-    edit_weights(plain, lambda tensors: tensors.update({"lm_head.weight": torch.zeros(288, 32)}))
-    write_adapter(tmp_path / "lora", plain, ["lm_head"])
-    refused(plain, tmp_path / "lora", "lm_head.lora_A.weight' belongs to nothing in the model")
+    embedding = load_file(plain / "model.safetensors")["model.embed_tokens.weight"]
+    write_adapter(tmp_path / "lora", plain)
+    saved = {f"{PREFIX}model.embed_tokens.weight": 2 * embedding}
+    refused(plain, save_adapter(tmp_path / "lora", saved), "ties them together: store lm_head.weight")
+    edit_weights(plain, lambda tensors: tensors.update({"lm_head.weight": embedding.clone()}))
+    write_adapter(tmp_path / "head", plain, ["lm_head"])
+    refused(plain, tmp_path / "head", "ties them together: store lm_head.weight")
+    config = json.loads((plain / "config.json").read_text()) | {"tie_word_embeddings": False}
+    (plain / "config.json").write_text(json.dumps(config))
+    checkpoint = Checkpoint(plain, tmp_path / "lora")
+    for name, expected in (("model.embed_tokens.weight", 2 * embedding), ("lm_head.weight", embedding)):
+        np.testing.assert_array_equal(checkpoint.tensor(name), expected.numpy())
 
 
 def test_folders_that_are_none(plain: Path, tmp_path: Path) -> None:

@@ -15,9 +15,13 @@ from bundling import resigned
 from checkpoints import VOCAB_SIZE, edit_weights, transformers_logits, write_checkpoint, write_tokenizer
 
 from draftwood.builder.checkpoints.checkpoint import Checkpoint
+from draftwood.builder.distillation.distill import distill
+from draftwood.builder.distillation.options import DistillOptions
 from draftwood.builder.engines.export import export
 from draftwood.builder.head import data
 from draftwood.builder.head.data import load_frozen, soft_labels
+from draftwood.builder.head.train import train_head
+from draftwood.builder.head.training import HeadTraining
 from draftwood.builder.options import BuildOptions
 from draftwood.builder.pipeline import build
 from draftwood.models.bindings import COMPACT, DRAFT, output_names
@@ -140,9 +144,14 @@ def test_a_tied_folder_may_repeat_the_rows(tmp_path: Path) -> None:
 
 
 def test_a_trimmed_draft_is_no_target_and_is_not_trimmed_again(tmp_path: Path) -> None:
+    """Neither of a bundle, nor of a distillation, nor of the training of a head."""
     draft = write_trimmed(tmp_path / "draft")
     with pytest.raises(CheckpointError, match="cannot be a target"):
         built(draft, draft, tmp_path / "bundle", "onnxruntime")
+    with pytest.raises(CheckpointError, match="cannot be a target"):
+        distill(DistillOptions(draft, tmp_path / "other", minutes=1), lambda step: lambda: None)
+    with pytest.raises(CheckpointError, match="cannot be a target"):
+        train_head(HeadTraining(draft, draft, tmp_path / "head"), ["a", "b"], lambda step: lambda: None)
     options = BuildOptions(target(tmp_path), draft, tmp_path / "bundle", draft_vocabulary=40)
     with pytest.raises(CheckpointError, match="predicts 60 of 288 tokens already"):
         build(options, lambda step: lambda: None)

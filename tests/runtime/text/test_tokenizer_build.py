@@ -37,7 +37,7 @@ SETTINGS_OF_LLAMA: dict[str, Any] = {
 }
 
 
-def train(folder: Path, model_type: str, **rest: bool) -> sentencepiece.SentencePieceProcessor:
+def train(folder: Path, model_type: str, **rest: Any) -> sentencepiece.SentencePieceProcessor:
     """A SentencePiece model as LLaMA's were trained."""
     buffer = io.BytesIO()
     sentencepiece.SentencePieceTrainer.train(
@@ -102,17 +102,19 @@ def test_a_tokenizer_without_begin_of_text_stays_without(tmp_path: Path) -> None
     ],
     ids=str,
 )
-def test_settings_change_the_tokens_as_in_transformers(tmp_path: Path, changes: dict[str, Any]) -> None:
+def test_settings_and_pieces_give_the_tokens_that_transformers_has(tmp_path: Path, changes: dict[str, Any]) -> None:
+    """Pieces that a user defined, and a token that was added later."""
     source, added = tmp_path / "in", {"content": "<|end|>", "special": True, "normalized": False}
-    train(source, "bpe")
+    train(source, "bpe", user_defined_symbols=["<|tool|>", "<|im|>"], control_symbols=["[INST]"])
     given = {**changes, "added_tokens_decoder": {"340": added | changes.get("flags", {})}, "legacy": False}
     (source / SETTINGS).write_text(json.dumps({"tokenizer_class": "LlamaTokenizer", "add_bos_token": True, **given}))
     (source / "config.json").write_text('{"model_type": "llama"}')
     theirs = AutoTokenizer.from_pretrained(source)
     (tmp_path / "out").mkdir()
     ours = convert_tokenizer(source, tmp_path / "out")
-    for text in ("Lily", " Lily", "Lily <|end|> girl", "Lily<|end|>\n girl", "<|end|>girl", "hello <s> there"):
-        assert ours.encode(text) == theirs(text).input_ids
+    for mark in ("<|end|>", "<|tool|>", "<|im|>", "[INST]", "<s>"):
+        for text in ("Lily", " Lily", f"Lily {mark} girl", f"Lily{mark}\n girl", f"{mark}girl", f"{mark}{mark}"):
+            assert ours.encode(text) == theirs(text).input_ids
 
 
 def test_a_tokenizer_json_is_copied_as_it_is(tmp_path: Path) -> None:
