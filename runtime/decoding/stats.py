@@ -83,9 +83,9 @@ class SpecDecodeStats:
         self.num_chosen += plan.chosen and not plan.given
         self.num_given += plan.given
         speculating, switches = plan.depth > 0, self.switches
-        why = plan.reason or (f"a proposal promises {plan.speed_up:.2f} times plain speed" if speculating else "")
-        counts = bool(why) and not (plan.probe or plan.given)
+        counts = (speculating or bool(plan.reason)) and not (plan.probe or plan.given)
         if counts and speculating != (not switches or switches[-1].speculating):
+            why = plan.reason or f"a proposal promises {plan.speed_up:.2f} times plain speed"
             reason = f"{'speculating' if speculating else 'decoding plainly'} because {why}"
             self.switches.append(SpeculationSwitch(self.num_tokens, speculating, reason))
 

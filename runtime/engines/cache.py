@@ -64,11 +64,11 @@ class GrowingKVCache(ABC):
         """See KVCache.commit. Nothing moves where the slots are the first ones, in order. Raises EngineError for a slot
         that was not computed, and for a slot that is named twice."""
         kept = len(slots)
-        if kept and not 0 <= min(slots) <= max(slots) < self.speculative:
-            raise EngineError(f"slots {list(slots)} were not computed; {self.speculative} speculative rows exist")
-        if len(set(slots)) != kept:
-            raise EngineError(f"slots {list(slots)} name a row twice: a row can be committed once")
-        if list(slots) != list(range(kept)):
+        if kept > self.speculative or list(slots) != list(range(kept)):
+            if not 0 <= min(slots) <= max(slots) < self.speculative:
+                raise EngineError(f"slots {list(slots)} were not computed; {self.speculative} speculative rows exist")
+            if len(set(slots)) != kept:
+                raise EngineError(f"slots {list(slots)} name a row twice: a row can be committed once")
             self._move(self.length + np.asarray(slots, np.int64))
         self.length += kept
         self.speculative = 0

@@ -72,7 +72,7 @@ class Processing:
         if self._masks is not None:
             self._masks.commit(tokens)
         self.output.extend(tokens)
-        for token in tokens:
+        for token in tokens if self._penalises else ():
             self._counts[token] += 1
 
     def apply(self, logits: NDArray[np.float32], path: Sequence[int]) -> NDArray[np.floating[Any]]:

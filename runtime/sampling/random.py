@@ -62,7 +62,8 @@ class SeededStream(HasUniforms):
 
     def skip(self, count: int) -> None:
         """See HasUniforms.skip."""
-        self.ahead(count)
+        if len(self._uniform) < count:
+            self.ahead(count)
         del self._uniform[len(self._uniform) - count :]
 
     def _next(self) -> float:

@@ -4,7 +4,6 @@ between them (plugins/native/kernels/round.h). The host's growers and verifiers 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import takewhile
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -119,13 +118,12 @@ class NativeRounds(Rounds):
         if shape not in self._fitting:
             self._fitting[shape] = self._has_passes(shape)
         (target, draft), (cache, drafts) = self._engines, self._caches
-        if not (self._fitting[shape] and 0 < num_pending <= min(draft.spec.max_width, MOST_WIDTH)):
-            return False
-        outputs = 1 + (shape.depth - 1) * shape.width
         return (
-            drafts.length + num_pending == cache.length + 1
+            self._fitting[shape]
+            and 0 < num_pending <= min(draft.spec.max_width, MOST_WIDTH)
+            and drafts.length + num_pending == cache.length + 1
             and cache.length + shape.size + 1 <= target.spec.capacity
-            and drafts.length + num_pending + outputs - 1 <= draft.spec.capacity
+            and drafts.length + num_pending + (shape.depth - 1) * shape.width <= draft.spec.capacity
         )
 
     def _has_passes(self, shape: RoundShape) -> bool:
@@ -154,7 +152,8 @@ class NativeRounds(Rounds):
         wanted, verify, buffers, _ = self._wanted(shape, draws)
         buffers.pending[:num_pending] = pending
         if draws is not None:
-            self._give_numbers(wanted, buffers.numbers, draws)
+            given = [*draws.draft, *draws.tests, *draws.last, *draws.estimates]
+            buffers.numbers[: len(given)] = given
         numbers = shape.depth, shape.size, shape.width, verify, shape.is_drawn, shape.is_tree, num_pending, outputs
         SHAPE.pack_into(wanted, 0, *numbers)
         for each, of in ((wanted.target, cache), (wanted.draft, drafts)):
@@ -167,8 +166,10 @@ class NativeRounds(Rounds):
         (cache, drafts), found, (rows, *_) = self._caches, buffers.found.tolist(), buffers.size
         count, num_accepted, next_token, passes, scored, *used = found[:COUNTS]
         tokens, parents, depths, slots, accepted = (found[at : at + count] for at in range(COUNTS, len(found), rows))
-        accepted = accepted[:num_accepted]
-        read = list(takewhile(lambda slot: slot >= 0, (slots[row] for row in accepted)))
+        del accepted[num_accepted:]
+        read = [slots[row] for row in accepted]
+        if read and read[-1] < 0:  # the last layer was not scored
+            read.pop()
         cache.speculative, drafts.speculative = count, num_pending + scored
         cache.commit([0, *accepted])
         drafts.commit([*range(num_pending), *read])
@@ -200,11 +201,15 @@ class NativeRounds(Rounds):
         target["temperature"], draft["temperature"] = temperature, temperature
         draft["share"], draft["room"] = share, self._columns[1]
         if temperature:
-            target["sums"] = places(buffers.sums)
-        draft["ids"], draft["weights"] = places(buffers.ids), places(buffers.probs)
+            target["sums"] = rows_of(buffers.sums)
+        draft["ids"], draft["weights"] = rows_of(buffers.ids), rows_of(buffers.probs)
         found, rows, measured = address(buffers.found) or 0, 8 * buffers.size.rows, address(buffers.measured) or 0
         lists = range(found + 8 * COUNTS, found + 8 * COUNTS + 5 * rows, rows)
         wanted = Round(counts=found, seconds=measured, shares=measured + 16, **dict(zip(LISTS, lists, strict=True)))
+        places = [address(buffers.numbers) or 0]
+        for count in self.most_draws(shape):
+            places.append(places[-1] + 8 * count)
+        NUMBERS.pack_into(wanted, Round.numbers.offset, *places)
         wanted.names, wanted.room = address(self._names), address(buffers.room)
         wanted.pending_tokens = address(buffers.pending)
         wanted.target.logits, wanted.target.draws = address(buffers.target_logits), address(target)
@@ -213,16 +218,6 @@ class NativeRounds(Rounds):
             wanted.draft.top = bindings.top_columns(self._columns[1])
             wanted.draft.ids, wanted.draft.logprobs = address(buffers.ids), address(buffers.logprobs)
         return Prepared(wanted, VERIFIERS.index(shape.verify), buffers, (target, draft))
-
-    @staticmethod
-    def _give_numbers(wanted: Round, numbers: NDArray[np.float64], draws: RoundDraws) -> None:
-        """Copy the uniform numbers and the estimates to where a round reads them."""
-        parts = (draws.draft, draws.tests, draws.last, draws.estimates)
-        flat = [number for part in parts for number in part]
-        numbers[: len(flat)] = flat
-        place = address(numbers) or 0
-        places = [place := place + 8 * len(part) for part in ((), *parts[:3])]
-        NUMBERS.pack_into(wanted, Round.numbers.offset, *places)
 
     def close(self) -> None:
         """See Rounds.close."""
@@ -256,6 +251,6 @@ def levels(count: int) -> int:
     return 1 if count <= BLOCK else 2
 
 
-def places(buffer: NDArray[np.generic]) -> NDArray[np.uint64]:
+def rows_of(buffer: NDArray[np.generic]) -> NDArray[np.uint64]:
     """The addresses of the rows of a buffer."""
     return ((address(buffer) or 0) + buffer.strides[0] * np.arange(len(buffer))).astype(np.uint64)

@@ -48,6 +48,12 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
     draft.close()
 
 
+@pytest.fixture(autouse=True)
+def by_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rounds that the kernels run as a whole need no rows ahead."""
+    monkeypatch.setattr(NativeEngine, "rounds", lambda *_: None)
+
+
 class Written(NamedTuple):
     """A text, and what was counted while it was written."""
 
