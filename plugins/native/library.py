@@ -179,10 +179,7 @@ class NativeLibrary:
         self._library.draftwood_close.argtypes = [c_void_p]
         self._library.draftwood_close.restype = None
         self._library.draftwood_forward.argtypes = [c_void_p, POINTER(Pass)]
-        self._library.draftwood_run_ahead.argtypes = [
-            *(c_void_p, POINTER(Pass), c_int, c_void_p, c_int),
-            *[c_void_p] * 3,
-        ]
+        self._library.draftwood_run_ahead.argtypes = [c_void_p, POINTER(Pass), c_int, c_void_p, c_int, *[c_void_p] * 3]
         self._library.draftwood_run_round.argtypes = [c_void_p] * 3
         self._library.draftwood_linear.argtypes = [POINTER(Matrix), c_void_p, c_int, c_void_p]
         self._library.draftwood_round.restype = None

@@ -233,8 +233,7 @@ def test_a_fixed_seed_gives_the_same_text(tiny_bundle: Path) -> None:
     ("config", "named"),
     [
         (SpeculativeConfig("topk", max_total_draft_tokens=64), "target's widest pass"),
-        (SpeculativeConfig("topk", frontier_width=65), "draft's widest pass"),
-        (SpeculativeConfig("topk", max_draft_len=40, frontier_width=16), "max_draft_len"),
+        (SpeculativeConfig("dyspec", max_total_draft_tokens=63, max_draft_len=40, frontier_width=16), "max_draft_len"),
     ],
 )
 def test_a_proposal_larger_than_the_engines_is_refused(
