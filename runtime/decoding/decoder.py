@@ -179,13 +179,13 @@ class SpeculativeDecoder:
             return None
         if plan is not None and (plan.given or not plan.depth):
             return None
-        if request.sampler.truncates and not self._rounds.cuts:
+        if self._proposer.outgrown or (request.sampler.truncates and not self._rounds.cuts):
             return None
         rules, params = self._rules_of(self._config, plan, request.greedy), request.sampler.params
         # A drawn tree is as deep as it was planned.
         may_end = self._rounds.end_early or (plan is not None and rules.shape is not None and rules.shape.is_tree)
         shape = shape_of(rules.shape, params, request.tokens_left, may_end)
-        return shape if shape is not None and self._rounds.fits(shape, self._proposer.unread) else None
+        return shape if shape is not None and self._rounds.fits(shape, len(self._proposer.pending)) else None
 
     def _whole_round(self, request: RequestState, plan: RoundPlan | None, shape: RoundShape) -> Passes[Outcome]:
         """The same round, which an engine runs as a whole."""

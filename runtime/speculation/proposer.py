@@ -54,7 +54,7 @@ class DraftProposer:
     @property
     def unread(self) -> int:
         """The number of committed tokens that the first pass of the next round must read, the root included."""
-        return self.readable(self._held) if self._outgrown else len(self._pending)
+        return self.readable(self._held) if self.outgrown else len(self._pending)
 
     @property
     def _held(self) -> int:
@@ -62,7 +62,8 @@ class DraftProposer:
         return self._cache.length + len(self._pending)
 
     @property
-    def _outgrown(self) -> bool:
+    def outgrown(self) -> bool:
+        """Whether the text is longer than the draft's context, so that the next round begins anew."""
         return self.readable(self._held) < self._held
 
     def readable(self, length: int) -> int:
@@ -108,7 +109,7 @@ class DraftProposer:
         """Grow `graph` below its root, the last committed token. Returns whether the stopper ended the growth, because
         it rejected every node of the grower's frontier. ranking_only: neither grower nor stopper reads logits. ahead:
         passes of one row, each below the row before, that will probably follow the first pass."""
-        if self._outgrown:
+        if self.outgrown:
             self._pending = self._text[-self.unread :]
             self._cache.truncate(0)
         self.passes += 1

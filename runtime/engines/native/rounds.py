@@ -121,7 +121,6 @@ class NativeRounds(Rounds):
         return (
             self._fitting[shape]
             and 0 < num_pending <= min(draft.spec.max_width, MOST_WIDTH)
-            and drafts.length + num_pending == cache.length + 1
             and cache.length + shape.size + 1 <= target.spec.capacity
             and drafts.length + num_pending + (shape.depth - 1) * shape.width <= draft.spec.capacity
         )

@@ -172,6 +172,14 @@ def test_planned_rounds(temperature: float, pair: Pair) -> None:
     assert same_by_host(pair, PLANNED, {"temperature": temperature, "seed": 5}, 5).whole
 
 
+def test_a_draft_that_reads_only_the_end_of_the_text(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The host runs the rounds in which it begins anew."""
+    spec = pair[1].spec
+    monkeypatch.setattr(pair[1], "spec", replace(spec, model=replace(spec.model, draft_context=24)))
+    for config in (CHAIN, CHOSEN, DRAWN):
+        assert same_by_host(pair, config, {"temperature": 0.7}, 2).whole > 3
+
+
 @pytest.mark.parametrize("name", OTHERS)
 def test_other_proposals_are_left_to_the_host(name: str, pair: Pair) -> None:
     config, setting = OTHERS[name]
@@ -190,7 +198,7 @@ def test_what_fits(pair: Pair) -> None:
     rounds, caches = rounds_of(pair)
     widest, most = pair[0].spec.max_width, pair[1].spec.max_width
     chain = RoundShape(4, 4, 1)
-    assert rounds.fits(chain, 1) and not rounds.fits(chain, 0) and not rounds.fits(chain, 2)
+    assert rounds.fits(chain, 1) and not rounds.fits(chain, 0) and not rounds.fits(chain, min(most, 64) + 1)
     assert rounds.fits(RoundShape(4, widest - 1, 3), 1) and not rounds.fits(RoundShape(4, widest, 3), 1)
     assert not rounds.fits(RoundShape(4, 4, most + 1, is_drawn=True, is_tree=True), 1)
     assert not rounds.fits(RoundShape(1000, 15, 1), 1)
