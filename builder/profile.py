@@ -243,20 +243,25 @@ def host(pair: Pair, turns: int, count: int, advance: Callable[[], None]) -> tup
     """Measure the time outside the engines at temperature 0 and above, per round and per proposed token, with a small
     chain and a larger tree: most proposals are between these sizes. Both kinds of rounds and plain ones take turns: the
     speed of the machine changes, and the plans compare them with each other. Medians over rounds, because an
-    interruption makes one of them much longer. turns: of each kind. count: tokens of a turn."""
+    interruption makes one of them much longer. Rounds that an engine runs as a whole are also measured pass by pass.
+    turns: of each kind. count: tokens of a turn."""
     few, many = (min(size, pair.engines[TARGET].spec.max_width - 1) for size in HOST_TOKENS)
     configs = (*proposing(pair, few, many), None)
-    rounds: dict[tuple[float, int], list[float]] = {}
+    rounds: dict[tuple[float, int, bool], list[float]] = {}
     for turn in range(turns):
         for temperature in HOST_TEMPERATURES:
             for index, config in enumerate(configs):
-                rounds.setdefault((temperature, index), []).extend(host_rounds(pair, config, temperature, turn, count))
+                for by_pass in (False, True):
+                    found = host_rounds(pair, config, temperature, turn, count, by_pass)
+                    rounds.setdefault((temperature, index, by_pass), []).extend(found)
                 advance()
 
-    def costs(temperature: float) -> HostCosts:
-        small, large, plain = (median(rounds[temperature, index]) for index in range(len(configs)))
+    def costs(temperature: float, by_pass: bool = False) -> HostCosts:
+        proposals = [median(rounds[temperature, index, by_pass]) for index in range(2)]
+        (small, large), plain = proposals, median(rounds[temperature, 2, False])
         token = max(0.0, large - small) / max(1, many - few)
-        return HostCosts(plain, max(plain, small - few * token), token)
+        apart = costs(temperature, True) if not by_pass and rounds[temperature, 0, True] else None
+        return HostCosts(plain, max(plain, small - few * token), token, apart)
 
     greedy, sampled = map(costs, HOST_TEMPERATURES)
     return greedy, sampled
@@ -275,10 +280,15 @@ def proposing(pair: Pair, few: int, many: int) -> tuple[SpeculativeConfig, Specu
     return line, tree
 
 
-def host_rounds(pair: Pair, config: SpeculativeConfig | None, temperature: float, turn: int, count: int) -> list[float]:
+def host_rounds(
+    pair: Pair, config: SpeculativeConfig | None, temperature: float, turn: int, count: int, by_pass: bool
+) -> list[float]:
     """Host seconds of rounds with this configuration; None means plain rounds. Of a prompt lookup the first round
-    counts, whose prompt is a sequence of tokens that begins again."""
+    counts, whose prompt is a sequence of tokens that begins again. by_pass: of those that an engine would run as a
+    whole; none where it does not."""
     decoder = SpeculativeDecoder(pair.engines[TARGET], pair.engines.get(DRAFT), config, pair.max_length, ())
+    if by_pass and not decoder.run_pass_by_pass():
+        return []
     vocab_size = pair.engines[TARGET].spec.model.vocab_size
     given = 0 if config is None or config.drafts else config.max_given  # tokens of each lookup
     found = []

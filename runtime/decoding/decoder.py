@@ -37,10 +37,9 @@ from .round import (
     Observer,
     Outcome,
     Proposal,
-    Round,
+    describe_round,
     growth_end,
     propose_found,
-    target_probabilities,
 )
 from .stats import SpecDecodeStats
 from .whole_rounds import acceptance_of, run_whole, shape_of, tree_of
@@ -106,6 +105,14 @@ class SpeculativeDecoder:
         if self._proposer is not None:
             self._proposer.close()
 
+    def run_pass_by_pass(self) -> bool:
+        """Let the host run all rounds, as it does for requests that share passes. Returns whether that is a change."""
+        if self._rounds is None or self._rounds.join:
+            return False
+        self._rounds.close()
+        self._rounds = None
+        return True
+
     def generate(
         self,
         prompt: Sequence[int],
@@ -146,8 +153,10 @@ class SpeculativeDecoder:
                 rows = (0, *outcome.acceptance.rows)[:kept]
                 logprobs = output_logprobs(outcome.logits, rows, outcome.token_ids[:kept], sampler)
                 self._record(stats, request, outcome)
-            if observe is not None and observe(self._describe_round(request, outcome, kept, finish_reason, decoding)):
-                observe = None
+            if observe is not None:
+                seconds = self._lap(request, decoding)
+                if observe(describe_round(outcome, sampler, kept, finish_reason, seconds)):
+                    observe = None
             with decoding:
                 request.commit(outcome.token_ids, kept)
                 stats.num_tokens += kept
@@ -289,10 +298,6 @@ class SpeculativeDecoder:
             self._rules[key] = (config if plan is None else config.within(plan)).rules(greedy)
         return self._rules[key]
 
-    def _needs_best(self, request: RequestState) -> bool:
-        """Whether this round needs only each row's most probable token from the target, and no logits."""
-        return TOP_IDS.name in self._target.spec.outputs and request.greedy and not self._needs_logits(request)
-
     def _needs_logits(self, request: RequestState) -> bool:
         """Whether this round needs rows of logits besides the tokens that are chosen or drawn from them as they are."""
         sampler = request.sampler
@@ -301,7 +306,8 @@ class SpeculativeDecoder:
     def _verify(self, request: RequestState, plan: RoundPlan | None, tree: TokenTree) -> Passes[Verified]:
         """Score the root and the tree with the target, and choose the accepted path."""
         with request.scoring:
-            needs_best, wanted = self._needs_best(request), request.sampler.wanted
+            ranks = TOP_IDS.name in self._target.spec.outputs  # then its most probable tokens are enough, no logits
+            needs_best, wanted = ranks and request.greedy and not self._needs_logits(request), request.sampler.wanted
             batch = tree.to_batch(self._target.spec, self._cache.length, needs_best, wanted)
             output = yield from forward(self._target, batch, self._cache)
         if batch.ranking_only and output.top_ids is not None:
@@ -336,13 +342,8 @@ class SpeculativeDecoder:
             stats.draft_passes, stats.draft_rows = self._proposer.passes, self._proposer.rows
             stats.draft_seconds = self._proposer.scoring.seconds
 
-    def _describe_round(
-        self, request: RequestState, outcome: Outcome, kept: int, finish_reason: str | None, decoding: Stopwatch
-    ) -> Round:
-        """The round in the form that an observer receives."""
+    def _lap(self, request: RequestState, decoding: Stopwatch) -> tuple[float, float, float]:
+        """Seconds of the latest round: in the draft, in the target, and on the host."""
         draft = 0.0 if self._proposer is None else self._proposer.scoring.lap()
         target = request.scoring.lap()
-        _, proposal, logits, acceptance, token_ids = outcome
-        probs = target_probabilities(proposal.tree, logits, acceptance, request.sampler)
-        host = decoding.lap() - draft - target
-        return Round(proposal, probs, acceptance, token_ids[:kept], finish_reason, draft, target, host)
+        return draft, target, decoding.lap() - draft - target

@@ -90,6 +90,16 @@ def target_probabilities(
     return found
 
 
+def describe_round(
+    outcome: Outcome, sampler: Sampler, kept: int, finish_reason: str | None, seconds: tuple[float, float, float]
+) -> Round:
+    """The round in the form that an observer receives. kept: tokens of it that the text keeps. seconds: in draft and
+    target, and on the host."""
+    _, proposal, logits, acceptance, token_ids = outcome
+    probs = target_probabilities(proposal.tree, logits, acceptance, sampler)
+    return Round(proposal, probs, acceptance, token_ids[:kept], finish_reason, *seconds)
+
+
 def propose_found(root: int, found: Sequence[int], plan: RoundPlan | None) -> Proposal:
     """The proposal of a prompt lookup alone, as far as it is planned."""
     graph, kept = TokenGraph(root), found if plan is None else found[: plan.depth]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import astuple, replace
+from dataclasses import replace
 
 import numpy as np
 
@@ -39,6 +39,9 @@ def scaled(costs: CostModel, factor: float) -> CostModel:
     def passes(each: PassCosts) -> PassCosts:
         return replace(each, seconds=tuple(tuple(cost * factor for cost in row) for row in each.seconds))
 
-    greedy, sampled = (HostCosts(*(cost * factor for cost in astuple(host))) for host in (costs.greedy, costs.sampled))
+    greedy, sampled = (
+        HostCosts(host.plain * factor, host.round * factor, host.token * factor)
+        for host in (costs.greedy, costs.sampled)
+    )
     assert costs.draft is not None
     return CostModel(passes(costs.target), passes(costs.draft), greedy, sampled, {})

@@ -87,6 +87,7 @@ class Prepared(NamedTuple):
 class NativeRounds(Rounds):
     """The rounds of one text over its caches."""
 
+    join = False
     end_early = True
     cuts = False
     looks_up = True

@@ -16,7 +16,9 @@ from hypothesis import strategies as st
 
 from draftwood.builder.options import BuildOptions
 from draftwood.builder.pipeline import build
-from draftwood.models.bindings import TARGET
+from draftwood.builder.profile import Pair as Measured
+from draftwood.builder.profile import host
+from draftwood.models.bindings import DRAFT, TARGET
 from draftwood.models.errors import EngineError
 from draftwood.runtime.bundle.bundle import EngineBundle
 from draftwood.runtime.decoding.decoder import SpeculativeDecoder
@@ -184,6 +186,14 @@ def test_a_draft_that_reads_only_the_end_of_the_text(pair: Pair, monkeypatch: py
 def test_other_proposals_are_left_to_the_host(name: str, pair: Pair) -> None:
     config, setting = OTHERS[name]
     assert not same_by_host(pair, config, setting, 1).whole
+
+
+def test_the_host_is_measured_by_pass_as_well(pair: Pair) -> None:
+    """Requests that share passes have such rounds."""
+    engines = dict(zip((TARGET, DRAFT), pair, strict=True))
+    for found in host(Measured(engines, 256, {}), 1, 6, lambda: None):
+        assert found.by_pass is not None and found.by_pass.by_pass is None
+        assert found.plain == found.by_pass.plain and found.shared.round == 2 * found.by_pass.round
 
 
 def rounds_of(pair: Pair) -> tuple[NativeRounds, Sequence[Any]]:

@@ -59,7 +59,7 @@ def test_a_full_recorder_costs_nothing_in_later_rounds(params: SamplingParams, m
         described.append(row)
         return target_probabilities(*row)
 
-    monkeypatch.setattr("draftwood.runtime.decoding.decoder.target_probabilities", counted)
+    monkeypatch.setattr("draftwood.runtime.decoding.round.target_probabilities", counted)
     cut, seen = explained(config, params, max_nodes=sum(sizes[:2]))
     assert len(rounds) > 3 and len(seen) == len(described) == 3 and len(cut.rounds) == 2
     assert cut.settings == {**whole.settings, "rounds": "the first 2"} and "rounds" not in whole.settings

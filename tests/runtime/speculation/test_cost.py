@@ -7,7 +7,7 @@ import math
 import os
 import re
 from collections.abc import Callable
-from dataclasses import astuple, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -263,6 +263,17 @@ def test_both_backends_are_named_with_their_releases() -> None:
     assert re.fullmatch(r"native [0-9a-f]{12}, onnxruntime [\d.]+\S*", both)
 
 
+def test_requests_that_share_passes_have_rounds_of_the_host() -> None:
+    """Which cost more than those that an engine runs as a whole; a loop runs beside them."""
+    greedy = HostCosts(1.0, 2.0, 0.1, HostCosts(1.0, 5.0, 0.4))
+    assert greedy.shared == HostCosts(2.0, 10.0, 0.8) and replace(greedy, by_pass=None).shared == HostCosts(
+        2.0, 4.0, 0.2
+    )
+    costs = replace(assumed(LlamaConfig(512, 64, 128, 2, 2, 1, 32, 256, 1e-5, 1e4), None), greedy=greedy)
+    costs = replace(costs, sampled=HostCosts(1.5, 3.0, 0.2, HostCosts(1.5, 9.0, 0.8)))
+    assert costs.chosen == HostCosts(1.5, 2.5, 0.1, HostCosts(1.5, 5.5, 0.4))
+
+
 def test_what_nobody_measured_is_assumed_from_the_sizes() -> None:
     """Weights of 4 bytes, read once at 40 GB/s; 6 % more for each further row; less than 1 ms on the host."""
     small = LlamaConfig(512, 64, 128, 2, 2, 1, 32, 256, 1e-5, 10000.0)
@@ -274,7 +285,8 @@ def test_what_nobody_measured_is_assumed_from_the_sizes() -> None:
         once = 1e-4 + 4 * num_parameters(model) / 40e9
         for rows in (1, 2, 4, 8, 16, 32, 64):
             assert passes.at(rows, 0) == pytest.approx(once * (1 + 0.06 * (rows - 1)), rel=1e-12)
-    assert max(*astuple(costs.greedy), *astuple(costs.sampled)) < 1e-3
+    every = [each for host in (costs.greedy, costs.sampled) for each in (host.plain, host.round, host.token)]
+    assert max(every) < 1e-3 and costs.greedy.by_pass is costs.sampled.by_pass is None
 
 
 def test_a_gpu_reads_weights_and_cache_or_multiplies() -> None:
