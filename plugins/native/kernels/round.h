@@ -57,9 +57,10 @@ static int candidates_of(const struct round *round, int output, struct candidate
 }
 
 /* The draft's pass over `count` nodes, whose outputs begin at `first`; the root is the last of the pending tokens. */
-static int score_layer(struct engine *draft, struct round *round, struct tree *tree, const int *nodes, int count, int first) {
-    const int is_root = nodes[0] == ROOT, rows = is_root ? round->pending : count, slots = first ? round->pending + first - 1 : 0;
-    const int columns = slots + rows;
+static int score_layer(struct engine *draft, struct round *round, struct tree *tree, const int *nodes, int count,
+                       int first) {
+    const int is_root = nodes[0] == ROOT, rows = is_root ? round->pending : count;
+    const int slots = is_root ? 0 : round->pending + first - 1, columns = slots + rows;
     int64_t tokens[MOST_WIDTH], positions[MOST_WIDTH], outputs[MOST_WIDTH], each[MOST_WIDTH];
     uint8_t mask[MOST_MASK];
     struct pass pass = round->draft;
@@ -160,12 +161,14 @@ int draftwood_run_round(struct engine *target, struct engine *draft, struct roun
     tree.depth = round->depth, tree.size = round->size, tree.width = round->width, tree.room = round->room;
     round->seconds[0] = round->seconds[1] = 0;
     memset(round->counts, 0, COUNTS * sizeof *round->counts);
-    if (round->size >= MOST_KEPT || round->pending < 1 || round->width > MOST_WIDTH || round->pending > MOST_WIDTH) return NO_ROOM;
+    if (round->size >= MOST_KEPT || round->width > MOST_WIDTH) return NO_ROOM;
+    if (round->pending < 1 || round->pending > MOST_WIDTH) return NO_ROOM;
     int refusal = grow(draft, round, &tree, q, &draws);
     if (refusal) return refusal;
     round->counts[ROWS] = unroll(&tree, rows, row_of);
     if ((refusal = score_rows(target, round, &tree, rows, row_of))) return refusal;
-    struct scored scored = {.tree = &tree, .rows = rows, .count = (int)round->counts[ROWS], .size = target->model.head.outputs};
+    struct scored scored = {.tree = &tree, .rows = rows, .count = (int)round->counts[ROWS]};
+    scored.size = target->model.head.outputs;
     scored.draws = round->target.draws, scored.logits = round->target.logits, scored.q = q, scored.room = tree.room;
     scored.tests.numbers = round->numbers[1], scored.choices.numbers = round->numbers[2];
     verify(&scored, round->verify);

@@ -148,7 +148,8 @@ static void draw_layer(struct tree *tree, const int *nodes, int count, const str
             for (int at = 0; at < q[top].count; at++) rest[at] /= sum;
             R[top] = rest;
         }
-        const int at = last[top] = categorical(R[top], q[top].count, stream), counted = rank[top] < RANKS ? rank[top] : RANKS - 1;
+        const int at = last[top] = categorical(R[top], q[top].count, stream);
+        const int counted = rank[top] < RANKS ? rank[top] : RANKS - 1;
         const int bin = (int)-log2(fmax(R[top][at], 1e-9));
         const double *logs = estimates + 2 * (counted * BINS + (bin < BINS ? bin : BINS - 1));
         if (rank[top]++) offer(&tree->best, value); /* a node's first child was offered with the node */
