@@ -87,10 +87,11 @@ class RequestState:
     def cut(self, token_ids: Sequence[int]) -> tuple[int, str | None]:
         """How many of a round's tokens the text keeps, and the finish reason if it ends there. A text may end inside an
         accepted path."""
+        endings, processing = self._endings, self.sampler.processing
         for index, token in enumerate(token_ids[: self.tokens_left]):
-            if token in self._endings:
+            if token in endings:
                 return index + 1, STOP
-            if self.sampler.processing.completes(token_ids[: index + 1]):
+            if processing.is_constrained and processing.completes(token_ids[: index + 1]):
                 return index + 1, COMPLETE
         return (self.tokens_left, LENGTH) if len(token_ids) >= self.tokens_left else (len(token_ids), None)
 

@@ -99,7 +99,8 @@ class SpecDecodeStats:
         self.num_drafts += 1
         self.num_draft_tokens += drafted
         self.num_accepted_tokens += accepted
-        self.accepted_per_round += [0] * (accepted + 1 - len(self.accepted_per_round))
+        while len(self.accepted_per_round) <= accepted:
+            self.accepted_per_round.append(0)
         self.accepted_per_round[accepted] += 1
 
     def add(self, other: SpecDecodeStats) -> None:

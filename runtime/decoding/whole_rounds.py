@@ -42,15 +42,16 @@ def run_whole(
 
 def tree_of(outcome: RoundOutcome) -> TokenTree:
     """The verified tree. Its nodes are its rows, because the engine keeps its graph to itself."""
-    rows = range(len(outcome.token_ids))
-    children: list[list[int]] = [[] for _ in rows]
+    parents = outcome.parents
+    rows = range(len(parents))
+    children: list[tuple[int, ...]] = [()] * len(parents)
     for row in rows[1:]:
-        children[outcome.parents[row]].append(row)
+        children[parents[row]] += (row,)
     return TokenTree(
         token_ids=outcome.token_ids,
-        parents=outcome.parents,
+        parents=parents,
         depths=outcome.depths,
-        children=tuple(map(tuple, children)),
+        children=tuple(children),
         nodes=tuple(rows),
         merged=(False,) * len(rows),
         certain=frozenset(),
@@ -92,7 +93,7 @@ def draws_of(
 ) -> RoundDraws:
     """What a round above temperature 0 may draw with. most: see Rounds.most_draws. uniforms: of draft, tests and
     target. calibration: the estimates of a drawn tree."""
-    draft, tests, last = (stream.ahead(count) for stream, count in zip(uniforms, most, strict=True))
+    draft, tests, last = [stream.ahead(count) for stream, count in zip(uniforms, most, strict=True)]
     estimates = calibration.logs() if calibration is not None and shape.is_tree else ()
     shares = max(params.min_p, NEGLIGIBLE), params.min_p
     return RoundDraws(params.temperature, *shares, params.top_p, params.top_k, draft, tests, last, estimates)

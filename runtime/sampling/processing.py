@@ -40,6 +40,7 @@ class Processing:
         self.output: list[int] = []
         self._params = params
         self._masks = None if constraint is None else PathMasks(constraint)
+        self.is_constrained = constraint is not None
         bans = TokenBans(params.allowed_token_ids, bad_words, vocab_size)
         self._bans = bans if bans.active else None
         biased = params.logit_bias or {}
