@@ -3,6 +3,7 @@ exactness is proved by enumeration, and come to the same trees, the same accepte
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -20,17 +21,21 @@ from draftwood.builder.profile import Pair as Measured
 from draftwood.builder.profile import host
 from draftwood.models.bindings import DRAFT, TARGET
 from draftwood.models.errors import EngineError
+from draftwood.plugins.native.compile import SOURCE
+from draftwood.plugins.native.round import MOST_KEPT, MOST_NODES, MOST_WIDTH, VERIFIERS
 from draftwood.runtime.bundle.bundle import EngineBundle
 from draftwood.runtime.decoding.decoder import SpeculativeDecoder
 from draftwood.runtime.decoding.stats import SpecDecodeStats
 from draftwood.runtime.engines.base import Engine, KVCache
 from draftwood.runtime.engines.native.engine import NativeEngine
-from draftwood.runtime.engines.native.rounds import NativeRounds
+from draftwood.runtime.engines.native.rounds import ESTIMATES, NativeRounds
 from draftwood.runtime.engines.rounds import BEST, BLOCK, RoundDraws, RoundShape
+from draftwood.runtime.sampling import random
 from draftwood.runtime.sampling.params import SamplingParams
 from draftwood.runtime.sampling.random import seeded_streams
 from draftwood.runtime.sampling.sampler import Sampler
 from draftwood.runtime.speculation.config import SpeculativeConfig
+from draftwood.runtime.speculation.planning import calibration
 
 Pair = tuple[NativeEngine, NativeEngine]
 TEXT = list(range(40, 60))
@@ -194,6 +199,16 @@ def test_the_host_is_measured_by_pass_as_well(pair: Pair) -> None:
     for found in host(Measured(engines, 256, {}), 1, 6, lambda: None):
         assert found.by_pass is not None and found.by_pass.by_pass is None
         assert found.plain == found.by_pass.plain and found.shared.round == 2 * found.by_pass.round
+
+
+def test_the_kernels_have_the_numbers_of_the_runtime() -> None:
+    source = "".join((SOURCE.parent / name).read_text() for name in ("tree.h", "verification.h"))
+    names = {"MOST_NODES": MOST_NODES, "MOST_KEPT": MOST_KEPT, "MOST_WIDTH": MOST_WIDTH}
+    names |= {"MOST_CATEGORIES": random.BLOCK, "RANKS": calibration.RANKS, "BINS": calibration.BINS}
+    assert {name: int(re.findall(rf"#define {name} +(\d+)", source)[0]) for name in names} == names
+    assert ESTIMATES == 2 * calibration.RANKS * calibration.BINS
+    known = re.findall(r"enum verify \{(.*)\}", source)[0].lower().replace("best_token", "best")
+    assert tuple(known.replace("blockwise", "block").replace(" ", "").split(",")) == VERIFIERS
 
 
 def rounds_of(pair: Pair) -> tuple[NativeRounds, Sequence[Any]]:
