@@ -17,7 +17,7 @@ from .packing import PANEL
 from .processor import KernelError, available
 from .residual import Offers, Row, bind_residual
 
-INTERFACE = 10  # what these structures say, as kernels/engine.h has it: one more with every change of either
+INTERFACE = 11  # what these structures say, as kernels/engine.h has it: one more with every change of either
 FORMATS = ("fp32", "fp16", "bf16", "int8", "int4")  # `enum format`, by precision
 NO_MEMORY = 1
 REFUSALS = {  # of draftwood_forward
@@ -189,7 +189,7 @@ class NativeLibrary:
         ]
         self._library.draftwood_round8.restype = None
         self._library.draftwood_round8.argtypes = [c_void_p, c_int, c_int, *[c_void_p] * 2]
-        self._library.draftwood_move.argtypes = [POINTER(Model), POINTER(Cache), c_int, c_void_p, c_int]
+        self._library.draftwood_move.argtypes = [c_void_p, POINTER(Cache), c_int, c_void_p, c_int]
         # These calls keep the GIL: they are shorter than the 5 ms that getting it back may take.
         self._brief = brief = ctypes.PyDLL(str(path.resolve()))
         brief.draftwood_softmax.restype = c_double
@@ -241,9 +241,9 @@ class NativeLibrary:
         if refusal := self._library.draftwood_run_round(target, draft, wanted):
             raise refused(refusal)
 
-    def move(self, model: Model, cache: Cache, first: int, slots: NDArray[np.int64]) -> None:
+    def move(self, handle: int, cache: Cache, first: int, slots: NDArray[np.int64]) -> None:
         """Copy the rows in `slots`, int64 [n], to those from `first` on in every layer. Raises MemoryError."""
-        if self._library.draftwood_move(model, cache, first, address(slots), len(slots)):
+        if self._library.draftwood_move(handle, cache, first, address(slots), len(slots)):
             raise MemoryError(f"no memory to move {len(slots)} cache rows")
 
     def linear(self, matrix: Matrix, rows: NDArray[np.float32]) -> NDArray[np.float32]:

@@ -10,7 +10,7 @@ from .library import Pass
 VERIFIERS = ("best", "match", "block", "traversal", "rejection")  # `enum verify`
 MOST_NODES, MOST_KEPT, MOST_WIDTH = 1024, 256, 64  # of a tree, of its rows, and of a draft's pass: kernels/tree.h
 MOST_COLUMNS = 1 << 18  # of logits: the runs of a row have two levels of MOST_CATEGORIES
-COUNTS = 8  # `enum counts`: numbers before those of rows
+COUNTS = 9  # `enum counts`: numbers before those of rows
 SHAPE, NUMBERS = Struct("8i"), Struct("4P")  # fields of `struct round` that follow each other
 
 

@@ -61,16 +61,27 @@ class GrowingKVCache(ABC):
         self._limit = slots
 
     def commit(self, slots: Sequence[int]) -> None:
-        """See KVCache.commit. Nothing moves where the slots are the first ones, in order. Raises EngineError for a slot
-        that was not computed, and for a slot that is named twice."""
-        kept = len(slots)
-        if kept > self.speculative or list(slots) != list(range(kept)):
+        """See KVCache.commit. The first slots that are in their places do not move. Raises EngineError for a slot that
+        was not computed, and for a slot that is named twice."""
+        kept, placed = len(slots), 0
+        while placed < kept and slots[placed] == placed:
+            placed += 1
+        if placed < kept or kept > self.speculative:
             if not 0 <= min(slots) <= max(slots) < self.speculative:
                 raise EngineError(f"slots {list(slots)} were not computed; {self.speculative} speculative rows exist")
             if len(set(slots)) != kept:
                 raise EngineError(f"slots {list(slots)} name a row twice: a row can be committed once")
-            self._move(self.length + np.asarray(slots, np.int64))
+            moved = self.length + np.asarray(slots[placed:], np.int64)
+            self.length += placed
+            self.speculative -= placed
+            self._move(moved)
+            kept -= placed
         self.length += kept
+        self.speculative = 0
+
+    def advance(self, rows: int) -> None:
+        """Commit so many rows, which somebody has put behind the committed ones."""
+        self.length += rows
         self.speculative = 0
 
     def truncate(self, length: int) -> None:

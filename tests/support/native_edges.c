@@ -275,10 +275,10 @@ static void check_passes(struct shape shape, int most, int capacity, int threads
     int64_t slots[] = {2, 0, capacity - 1};
     float *before = numbers_of_slots(&cache, shape, slots, 3);
     const int64_t behind[] = {1, 2, 3};
-    check(!draftwood_move(&model, &cache, 1, slots, 3), "move", capacity);
+    check(!draftwood_move(engine, &cache, 1, slots, 3), "move", capacity);
     float *after = numbers_of_slots(&cache, shape, behind, 3);
     check(!memcmp(before, after, 3 * 2 * heads * (shape.head_dim + 1) * sizeof(float)), "moved rows", capacity);
-    check(!draftwood_move(&model, &cache, capacity, slots, 0), "nothing to move", capacity);
+    check(!draftwood_move(engine, &cache, capacity, slots, 0), "nothing to move", capacity);
     draftwood_close(engine);
     free(before), free(after), free_cache(cache), free_model(model);
 }

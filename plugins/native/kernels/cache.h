@@ -95,8 +95,8 @@ INLINE void move_pieces(struct pieces of, const size_t bytes, int to, const int6
         }
 }
 
-INLINE void move_head(const struct cache *head, int dim, int to, const int64_t *slots, int rows, char *kept,
-                      const enum format format) {
+INLINE void move_numbers(const struct cache *head, int dim, int to, const int64_t *slots, int rows, char *kept,
+                         const enum format format) {
     const size_t bytes = number_bytes(format), line = LANES * bytes, scale = sizeof(float);
     move_pieces((struct pieces){head->keys, dim, line, bytes, dim * line}, bytes, to, slots, rows, kept);
     const struct pieces values = {head->values, panels_of(dim), head->capacity * line, line, LANES * line};
@@ -107,16 +107,9 @@ INLINE void move_head(const struct cache *head, int dim, int to, const int64_t *
     }
 }
 
-/* Copy the rows in `slots`, in that order, behind slot `to` - 1 of every one of so many heads; 0, or -1 without memory. */
-static int move_rows(const struct cache *all, int heads, int dim, int to, const int64_t *slots, int rows) {
-    char *kept = rows ? allocate((size_t)rows * panels_of(dim) * LANES * sizeof(float)) : NULL;
-    if (!kept) return rows ? -1 : 0;
-    for (int index = 0; index < heads; index++) {
-        const struct cache head = head_of(all, dim, index);
-        if (head.format == FP32) move_head(&head, dim, to, slots, rows, kept, FP32);
-        if (head.format == FP16) move_head(&head, dim, to, slots, rows, kept, FP16);
-        if (head.format == INT8) move_head(&head, dim, to, slots, rows, kept, INT8);
-    }
-    release(kept);
-    return 0;
+/* Copy the rows in `slots`, in that order, behind slot `to` - 1 of a head. kept: room for the rows of a head in fp32. */
+static void move_head(const struct cache *head, int dim, int to, const int64_t *slots, int rows, char *kept) {
+    if (head->format == FP32) move_numbers(head, dim, to, slots, rows, kept, FP32);
+    if (head->format == FP16) move_numbers(head, dim, to, slots, rows, kept, FP16);
+    if (head->format == INT8) move_numbers(head, dim, to, slots, rows, kept, INT8);
 }

@@ -1,5 +1,6 @@
 /* One pass of a LLaMA over the rows of a token tree, behind a cache that it extends in place. */
 #include "acceptance.h"
+#include "commit.h"
 #include "engine.h"
 #include "instructions.h"
 #include "residual.h"
@@ -336,11 +337,6 @@ int draftwood_run_ahead(struct engine *engine, const struct pass *pass, int coun
 }
 
 #include "round.h" /* whose passes these are */
-
-/* Copy the rows in `slots`, in that order, behind row `first` - 1 of every layer; 0, or -1 without memory. */
-int draftwood_move(const struct model *model, const struct cache *cache, int first, const int64_t *slots, int count) {
-    return move_rows(cache, model->layers * model->kv_heads, model->head_dim, first, slots, count);
-}
 
 /* result [rows][outputs] = values [rows][inputs] times one matrix, on this thread; 0, or -1 without memory. */
 int draftwood_linear(const struct matrix *matrix, const float *values, int rows, float *result) {

@@ -2,6 +2,7 @@
  * (runtime/engines/native/rounds.py). */
 #pragma once
 #include <time.h>
+#include "commit.h"
 #include "verification.h"
 
 #define NO_NUMBERS 6 /* refusals, see library.py */
@@ -13,6 +14,7 @@
  * rows, with room for their results: `logits`, `draws`, and for chosen tokens `ids` and `logprobs`. names: of the
  * draft's columns, or null. numbers: for the draft, for tests, and for the target's own tokens. room: for distributions.
  *
+ * Both caches have the accepted rows behind the committed ones afterwards, as far as the draft has scored them.
  * counts: see COUNTS. seconds: of the passes of draft and target. tokens, parents, depths, slots, shares [size + 1]: of the
  * rows; slots: in the draft's cache, behind the committed rows. accepted [depth]: rows. */
 struct round {
@@ -26,8 +28,8 @@ struct round {
 };
 
 /* ROWS, ACCEPTED: of the tree. NEXT: the token behind the accepted rows. PASSES, SCORED: of the draft behind its first pass,
- * and their rows. USED: of each kind of numbers. */
-enum counts { ROWS, ACCEPTED, NEXT, PASSES, SCORED, USED, COUNTS = USED + 3 };
+ * and their rows. READ: accepted rows that the draft has scored. USED: of each kind of numbers. */
+enum counts { ROWS, ACCEPTED, NEXT, PASSES, SCORED, READ, USED, COUNTS = USED + 3 };
 
 static double seconds_now(void) {
     struct timespec now;
@@ -152,7 +154,29 @@ static int score_rows(struct engine *target, struct round *round, const struct t
     return refusal;
 }
 
-/* Run a round; 0, or one of library.py's REFUSALS. The caller has checked that the slots are there, and commits them. */
+/* Put slots of a pass's cache behind the committed rows, in this order. The first of them may be there already. */
+static int keep(struct engine *engine, const struct pass *pass, const int64_t *slots, int count) {
+    int64_t moved[MOST_WIDTH + MOST_KEPT];
+    int placed = 0;
+    while (placed < count && slots[placed] == placed) placed++;
+    for (int at = placed; at < count; at++) moved[at - placed] = pass->length + slots[at];
+    return draftwood_move(engine, &pass->cache, pass->length + placed, moved, count - placed);
+}
+
+/* Keep the accepted rows in both caches. */
+static int keep_accepted(struct engine *target, struct engine *draft, struct round *round) {
+    int64_t kept[MOST_KEPT] = {0}, read[MOST_WIDTH + MOST_KEPT], *counts = round->counts;
+    int accepted = (int)counts[ACCEPTED], scored = round->pending;
+    for (int at = 0; at < scored; at++) read[at] = at;
+    for (int at = 0; at < accepted; at++) {
+        const int64_t row = kept[at + 1] = round->accepted[at];
+        if (round->slots[row] >= 0) read[scored++] = round->slots[row]; /* the last layer was not scored */
+    }
+    counts[READ] = scored - round->pending;
+    return keep(target, &round->target, kept, accepted + 1) || keep(draft, &round->draft, read, scored);
+}
+
+/* Run a round; 0, or one of library.py's REFUSALS. The caller has checked that the slots are there. */
 int draftwood_run_round(struct engine *target, struct engine *draft, struct round *round) {
     struct tree tree;
     struct candidates q[MOST_NODES];
@@ -177,5 +201,5 @@ int draftwood_run_round(struct engine *target, struct engine *draft, struct roun
     for (int64_t row = scored.last; row; row = round->parents[row]) round->accepted[--at] = row;
     counts[NEXT] = scored.token;
     counts[USED] = draws.used, counts[USED + 1] = scored.tests.used, counts[USED + 2] = scored.choices.used;
-    return 0;
+    return keep_accepted(target, draft, round);
 }

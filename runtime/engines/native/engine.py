@@ -217,7 +217,10 @@ class NativeEngine(SoloEngine):
 
     def move(self, cache: NativeKVCache, rows: NDArray[np.int64]) -> None:
         """Copy the slots `rows`, int64 [n], in this order, to the slots after the committed rows, in every layer."""
-        self._library.move(self._model, cache.structure, cache.length, np.ascontiguousarray(rows))
+        with self._lock:
+            if self._handle is None:
+                raise closed_error(self.spec)
+            self._library.move(self._handle, cache.structure, cache.length, np.ascontiguousarray(rows))
 
 
 def check_ahead(batch: TokenBatch, ahead: Ahead, spec: EngineSpec) -> None:

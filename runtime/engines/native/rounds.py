@@ -159,26 +159,29 @@ class NativeRounds(Rounds):
         for each, of in ((wanted.target, cache), (wanted.draft, drafts)):
             each.length, each.cache = of.length, of.structure
         target.run_round(draft, wanted)
-        self.outcome = self._commit(buffers, num_pending)
+        self.outcome = self._found(buffers, num_pending)
 
-    def _commit(self, buffers: Buffers, num_pending: int) -> RoundOutcome:
-        """Commit the accepted rows in both caches. Returns what the round has found."""
-        (cache, drafts), found, (rows, *_) = self._caches, buffers.found.tolist(), buffers.size
-        count, num_accepted, next_token, passes, scored, *used = found[:COUNTS]
-        tokens, parents, depths, slots, accepted = (found[at : at + count] for at in range(COUNTS, len(found), rows))
-        del accepted[num_accepted:]
-        read = [slots[row] for row in accepted]
-        if read and read[-1] < 0:  # the last layer was not scored
-            read.pop()
-        cache.speculative, drafts.speculative = count, num_pending + scored
-        cache.commit([0, *accepted])
-        drafts.commit([*range(num_pending), *read])
+    def _found(self, buffers: Buffers, num_pending: int) -> RoundOutcome:
+        """What the round has found. The kernels have put the accepted rows in their places."""
+        (cache, drafts), found, rows = self._caches, buffers.found.tolist(), buffers.size.rows
+        count, num_accepted, next_token, passes, scored, read, *used = found[:COUNTS]
+        cache.advance(1 + num_accepted)
+        drafts.advance(num_pending + read)
+        tokens, parents, depths, _, accepted = (found[at : at + rows] for at in range(COUNTS, len(found), rows))
         draft_seconds, target_seconds, *shares = buffers.measured[: 2 + count].tolist()
-        tree = tuple(tokens), tuple(parents), tuple(depths), tuple(shares)
-        drafts_used, tests_used, last_used = used
-        numbers, seconds = (drafts_used, tests_used, last_used), (draft_seconds, target_seconds)
-        path = tuple(accepted), next_token, len(read)
-        return RoundOutcome(*tree, *path, numbers, 1 + passes, num_pending + scored, seconds)
+        return RoundOutcome(
+            tuple(tokens[:count]),
+            tuple(parents[:count]),
+            tuple(depths[:count]),
+            tuple(shares),
+            tuple(accepted[:num_accepted]),
+            next_token,
+            read,
+            tuple(used),
+            1 + passes,
+            num_pending + scored,
+            (draft_seconds, target_seconds),
+        )
 
     def _wanted(self, shape: RoundShape, draws: RoundDraws | None) -> Prepared:
         """A round of this shape with these settings. The buffers are made anew where the shape needs larger ones."""

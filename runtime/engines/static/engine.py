@@ -230,7 +230,7 @@ class StaticKVCache(GrowingKVCache):
 
     def _move(self, rows: NDArray[np.int64]) -> None:
         if (np.diff(rows) <= 0).any():
-            raise EngineError(f"slots must be kept in ascending order, ancestors first, not {rows - self.length}")
+            raise EngineError("slots must be kept in ascending order, ancestors first")
         with self._engine.lock:
             self._memory.move(rows, self.length + np.arange(len(rows)))
 

@@ -211,7 +211,7 @@ def test_slots_out_of_order_are_refused(gqa: Path, tmp_path: Path, gpu: Machine)
     engine = opened_static(gqa, tmp_path, gpu)
     cache = filled(engine, [1])
     engine.score(BUSHY.batch(engine.spec, 1), cache)
-    with pytest.raises(EngineError, match=r"ascending order, ancestors first, not \[0 3 2\]"):
+    with pytest.raises(EngineError, match="ascending order, ancestors first"):
         cache.commit([0, 3, 2])
 
 

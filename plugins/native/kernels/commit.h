@@ -1,0 +1,37 @@
+/* Accepted rows move behind the committed ones, in all layers of a cache. */
+#pragma once
+#include "engine.h"
+
+/* rows: in `slots`, which go behind slot `to` - 1. kept: for every thread, room for the rows of a head. */
+struct move {
+    const struct model *model;
+    const struct cache *cache;
+    const int64_t *slots;
+    int to, rows;
+    size_t room;
+    char *kept;
+};
+
+static void move_heads(struct team *team, int thread, void *argument) {
+    const struct move *move = argument;
+    const int heads = move->model->layers * move->model->kv_heads, dim = move->model->head_dim;
+    struct cursor cursor = {team, thread};
+    for (int taken; (taken = claim(&cursor, heads)) >= 0;) {
+        const struct cache head = head_of(move->cache, dim, taken);
+        move_head(&head, dim, move->to, move->slots, move->rows, move->kept + thread * move->room);
+    }
+}
+
+/* Copy the rows in `slots`, in that order, behind row `first` - 1 of every layer; 0, or 1 without memory. */
+int draftwood_move(struct engine *engine, const struct cache *cache, int first, const int64_t *slots, int count) {
+    if (!count) return 0;
+    struct move move = {&engine->model, cache, slots, first, count};
+    move.room = (size_t)count * panels_of(engine->model.head_dim) * LANES * sizeof(float);
+    move.kept = allocate_untouched(engine->team->threads * move.room);
+    if (!move.kept) return 1;
+    pthread_mutex_lock(&engine->team->pass);
+    together(engine->team, 1, move_heads, &move);
+    pthread_mutex_unlock(&engine->team->pass);
+    release(move.kept);
+    return 0;
+}
