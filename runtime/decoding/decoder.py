@@ -150,8 +150,7 @@ class SpeculativeDecoder:
             with decoding:
                 outcome = yield from self._round(request)
                 kept, finish_reason = request.cut(outcome.token_ids)
-                rows = (0, *outcome.acceptance.rows)[:kept]
-                logprobs = output_logprobs(outcome.logits, rows, outcome.token_ids[:kept], sampler)
+                logprobs = output_logprobs(outcome.logits, outcome.acceptance.rows, outcome.token_ids[:kept], sampler)
                 self._record(stats, request, outcome)
             if observe is not None:
                 seconds = self._lap(request, decoding)
@@ -177,7 +176,7 @@ class SpeculativeDecoder:
         self._commit(proposal.tree, acceptance)
         token_ids = [*(proposal.tree.token_ids[row] for row in acceptance.rows), acceptance.next_token]
         request.learn(plan, proposal.tree, acceptance, token_ids)
-        return Outcome(plan, proposal, output.logits, acceptance, token_ids)
+        return Outcome(plan, proposal.tree, output.logits, acceptance, token_ids, proposal)
 
     def _whole_shape(self, request: RequestState, plan: RoundPlan | None) -> RoundShape | None:
         """The shape of the next round if an engine runs it as a whole; None if the host runs it pass by pass. No other
@@ -201,10 +200,10 @@ class SpeculativeDecoder:
         assert self._rounds is not None and self._proposer is not None, "see _whole_shape"
         output, outcome = yield from run_whole(self._rounds, shape, self._proposer.pending, request)
         tree, acceptance = tree_of(outcome), acceptance_of(outcome)
-        token_ids = [*(tree.token_ids[row] for row in acceptance.rows), acceptance.next_token]
+        token_ids = [*map(tree.token_ids.__getitem__, acceptance.rows), acceptance.next_token]
         self._proposer.follow(outcome, token_ids)
         request.learn(plan, tree, acceptance, token_ids)
-        return Outcome(plan, Proposal(TokenGraph(request.root), tree, ""), output.logits, acceptance, token_ids)
+        return Outcome(plan, tree, output.logits, acceptance, token_ids, None)
 
     def _begin(
         self, prompt: Sequence[int], sampler: Sampler, streams: RandomStreams, observed: bool
@@ -334,7 +333,7 @@ class SpeculativeDecoder:
         stats.target_seconds = request.scoring.seconds
         if outcome.plan is not None:
             stats.record_plan(outcome.plan)
-        tree = outcome.proposal.tree
+        tree = outcome.tree
         if len(tree) > 1:
             stats.record_round(len(tree) - 1, len(outcome.acceptance.rows))
             stats.num_merged_tokens += sum(tree.merged)

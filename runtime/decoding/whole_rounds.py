@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from time import perf_counter
 from typing import TYPE_CHECKING
 
 from ..engines.base import ForwardOutput
@@ -13,7 +14,6 @@ from ..sampling.random import HasUniforms, RandomStreams
 from ..sampling.sampler import NEGLIGIBLE
 from ..speculation.graph.token_tree import TokenTree
 from ..speculation.planning.calibration import Calibration
-from ..speculation.stopwatch import Stopwatch
 from ..speculation.verifier import Acceptance
 
 if TYPE_CHECKING:  # request_state.py imports this module
@@ -24,14 +24,14 @@ def run_whole(
     rounds: Rounds, shape: RoundShape, pending: Sequence[int], request: RequestState
 ) -> Passes[tuple[ForwardOutput, RoundOutcome]]:
     """Run a round, and measure it. pending: see Rounds.prepare. Returns the output of its pass, and what it found."""
-    most, time = rounds.most_draws(shape), Stopwatch()
-    with time:
-        greedy, params = request.greedy, request.sampler.params
-        draws = None if greedy else draws_of(shape, most, params, request.uniforms, request.calibration)
-        output = yield rounds.prepare(shape, pending, draws)
+    most, begin = rounds.most_draws(shape), perf_counter()
+    draws = None
+    if not request.greedy:
+        draws = draws_of(shape, most, request.sampler.params, request.uniforms, request.calibration)
+    output = yield rounds.prepare(shape, pending, draws)
     outcome = rounds.outcome
     if outcome.seconds is None:
-        request.scoring.add(time.seconds)
+        request.scoring.add(perf_counter() - begin)
     else:
         request.scoring.add(outcome.seconds[1])
         request.time_pass(len(outcome.token_ids))
@@ -42,18 +42,17 @@ def run_whole(
 
 def tree_of(outcome: RoundOutcome) -> TokenTree:
     """The verified tree. Its nodes are its rows, because the engine keeps its graph to itself."""
-    parents = outcome.parents
-    rows = range(len(parents))
-    children: list[tuple[int, ...]] = [()] * len(parents)
-    for row in rows[1:]:
+    parents, count = outcome.parents, len(outcome.parents)
+    children: list[tuple[int, ...]] = [()] * count
+    for row in range(1, count):
         children[parents[row]] += (row,)
     return TokenTree(
         token_ids=outcome.token_ids,
         parents=parents,
         depths=outcome.depths,
         children=tuple(children),
-        nodes=tuple(rows),
-        merged=(False,) * len(rows),
+        nodes=tuple(range(count)),
+        merged=(False,) * count,
         certain=frozenset(),
         shares=outcome.shares,
         draft_probs={},

@@ -4,13 +4,15 @@ that draws by itself gets the uniform numbers (`HasUniforms`)."""
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from array import array
+from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 BLOCK = 512
-AHEAD = 64
+AHEAD = 256  # numbers that one call of numpy draws: one for each call would take longer
 
 
 class RandomStream(Protocol):
@@ -28,7 +30,7 @@ class HasUniforms(ABC):
     is one, and a protocol takes 30 µs to answer."""
 
     @abstractmethod
-    def ahead(self, count: int) -> list[float]:
+    def ahead(self, count: int) -> Sequence[float]:
         """The next numbers, which stay the next ones."""
 
     @abstractmethod
@@ -41,7 +43,7 @@ class SeededStream(HasUniforms):
 
     def __init__(self, seed: np.random.SeedSequence) -> None:
         self._generator = np.random.Generator(np.random.PCG64(seed))
-        self._uniform: list[float] = []  # numbers drawn in advance; the next one is the last
+        self._numbers, self._used = array("d"), 0  # drawn in advance, and how many of them were used
 
     def categorical(self, probabilities: NDArray[np.floating[Any]]) -> int:
         if len(probabilities) > BLOCK:  # sums are much faster than cumulative sums: first the block, then the index
@@ -54,23 +56,27 @@ class SeededStream(HasUniforms):
     def bernoulli(self, probability: float) -> bool:
         return bool(self._next() < probability)
 
-    def ahead(self, count: int) -> list[float]:
-        """See HasUniforms.ahead. One call of numpy draws numbers for many decisions."""
-        while len(self._uniform) < count:
-            self._uniform = self._generator.random(AHEAD)[::-1].tolist() + self._uniform
-        return self._uniform[: -count - 1 : -1]
+    def ahead(self, count: int) -> array[float]:
+        """See HasUniforms.ahead."""
+        end = self._used + count
+        if end > len(self._numbers):
+            del self._numbers[: self._used]
+            self._numbers.frombytes(self._generator.random(max(count, AHEAD)).tobytes())
+            self._used, end = 0, count
+        return self._numbers[self._used : end]
 
     def skip(self, count: int) -> None:
         """See HasUniforms.skip."""
-        if len(self._uniform) < count:
+        if self._used + count > len(self._numbers):
             self.ahead(count)
-        del self._uniform[len(self._uniform) - count :]
+        self._used += count
 
     def _next(self) -> float:
         """A uniform number in [0, 1)."""
-        if not self._uniform:
+        if self._used == len(self._numbers):
             self.ahead(1)
-        return self._uniform.pop()
+        self._used += 1
+        return self._numbers[self._used - 1]
 
 
 class RandomStreams(NamedTuple):

@@ -68,7 +68,8 @@ class NativeKVCache(GrowingKVCache):
 
     def make_room(self, rows: int) -> None:
         """Allocate slots for so many rows behind the committed ones. Raises EngineError beyond the limit of slots."""
-        self._grow(self.length + rows, self.length)
+        if self.length + rows > self.capacity:
+            self._grow(self.length + rows, self.length)
 
     def _allocate(self, capacity: int) -> None:
         model, stored = self._spec.model, self._spec.cache_precision

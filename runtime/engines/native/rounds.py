@@ -3,6 +3,7 @@ between them (plugins/native/kernels/round.h). The host's growers and verifiers 
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -152,10 +153,12 @@ class NativeRounds(Rounds):
         wanted, verify, buffers, _ = self._wanted(shape, draws)
         buffers.pending[:num_pending] = pending
         if draws is not None:
-            given = [*draws.draft, *draws.tests, *draws.last, *draws.estimates]
+            given = array("d", draws.draft)
+            for numbers in (draws.tests, draws.last, draws.estimates):
+                given.extend(numbers)
             buffers.numbers[: len(given)] = given
-        numbers = shape.depth, shape.size, shape.width, verify, shape.is_drawn, shape.is_tree, num_pending, outputs
-        SHAPE.pack_into(wanted, 0, *numbers)
+        fields = shape.depth, shape.size, shape.width, verify, shape.is_drawn, shape.is_tree, num_pending, outputs
+        SHAPE.pack_into(wanted, 0, *fields)
         for each, of in ((wanted.target, cache), (wanted.draft, drafts)):
             each.length, each.cache = of.length, of.structure
         target.run_round(draft, wanted)

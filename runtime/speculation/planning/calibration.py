@@ -58,7 +58,7 @@ class Calibration:
         accepted, offered = self._accepted[rank], self._offered[rank]
         whole = (sum(accepted) + PRIOR * TYPICAL[rank]) / (sum(offered) + PRIOR)
         cells = [(a + PRIOR * whole) / (o + PRIOR) for a, o in zip(accepted, offered, strict=True)]
-        return [min(max(cell, FLOOR), 1 - FLOOR) for cell in cells]
+        return [FLOOR if cell < FLOOR else 1 - FLOOR if cell > 1 - FLOOR else cell for cell in cells]
 
     def update(self, tree: TokenTree, accepted: Sequence[int]) -> None:
         """Learn from one round. accepted: the accepted rows of `tree`."""

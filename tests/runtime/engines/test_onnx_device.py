@@ -171,7 +171,7 @@ def test_commits_and_growth_copy_rows_on_the_device(draft: Path, bus: Bus) -> No
     bus.up = 0
     cache.commit([0, 4])
     planes = 2 * device.spec.model.num_layers
-    assert bus.up == 8 + 8 * planes  # the number of the row that moves, and its new slot for each layer's keys and values
+    assert bus.up == 8 + 8 * planes  # which row moves, and its new slot for each layer's keys and values
 
 
 def committed(engine: OnnxRuntimeEngine, text: list[int], paths: Sequence[Sequence[int]]) -> Any:
