@@ -19,7 +19,7 @@ from .params import SamplingParams, require
 from .processing import DeadEndError, Processing
 from .random import RandomStream
 from .softmax import NumpySoftmax, Softmax, Wanted, best
-from .weights import NOTHING, DeadEnd, NumpyWeights, Weights
+from .weights import NOTHING, DeadEnd, KeptWeights, Weights
 
 NEGLIGIBLE = 1e-4  # share of the most probable token's probability; drafts without these tokens are accepted as often
 LIKELY = 12.0  # nats below the most probable token; sorting only these tokens is nearly always enough
@@ -116,9 +116,6 @@ class Sampler:
         if self.params.greedy:
             scores, known = self._scored(logits, path, softmax)
             return known.best(scores)
-        if self.truncates:
-            ids, probs = self._truncate(*self._scored(logits, path, softmax), path)
-            return int(ids[stream.categorical(probs)])
         return self.weights(logits, path, softmax).draw(stream)
 
     def distribution(self, logits: NDArray[np.float32], path: Sequence[int]) -> NDArray[np.float64]:
@@ -127,15 +124,12 @@ class Sampler:
         return np.asarray(weights.values, np.float64) / weights.total
 
     def weights(self, logits: NDArray[np.float32], path: Sequence[int], softmax: Softmax | None = None) -> Weights:
-        """The same up to a factor, in a buffer that the next call with a path of this length overwrites. softmax: of
-        this row, which its engine has prepared for the `wanted` settings."""
-        (scores, known), weights = self._scored(logits, path, softmax), self._buffer(path)
+        """The same up to a factor, maybe in a buffer that the next call with a path of this length overwrites.
+        softmax: of this row, which its engine has prepared for the `wanted` settings."""
+        scores, known = self._scored(logits, path, softmax)
         if not (self.params.greedy or self.truncates):
-            return known.weights(scores, self.params.temperature, weights)
-        ids, probs = self._truncate(scores, known, path)
-        weights.fill(0.0)
-        weights[ids] = probs
-        return NumpyWeights(1.0, weights)
+            return known.weights(scores, self.params.temperature, self._buffer(path))
+        return KeptWeights(*self._truncate(scores, known, path), self._vocab_size)
 
     def candidates(
         self, logits: NDArray[np.float32], path: Sequence[int], softmax: Softmax | None = None
