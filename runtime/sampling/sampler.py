@@ -75,9 +75,7 @@ class Sampler:
         self.truncates_by_order = self._top_k > 0 or params.top_p < 1
         self.truncates = self.truncates_by_order or params.min_p > 0
         self._least = max(params.min_p, NEGLIGIBLE)
-        share = params.min_p or (NEGLIGIBLE if self.truncates else 0.0)
-        chosen = Wanted(params.temperature, not (params.min_p > 0 or self._top_k > 0), share)
-        self._wanted = Wanted(0.0, False, 0.0) if params.greedy else chosen
+        self._wanted = wanted_by(params.temperature, params.top_p, self._top_k, params.min_p)
         self._drawn = None if params.greedy else Wanted(params.temperature, False, self._least)
 
     @property
@@ -235,6 +233,15 @@ class ScoredRows:
             return self._sampler.choose(self._logits[row], path, stream, self._softmaxes[row])
         except DeadEndError:
             return NOTHING
+
+
+def wanted_by(temperature: float, top_p: float, top_k: int, min_p: float) -> Wanted:
+    """What the choice of a token with these settings asks of the softmax of a row. top_k: 0 where it keeps all
+    tokens."""
+    if not temperature:
+        return Wanted(0.0, False, 0.0)
+    share = min_p or (NEGLIGIBLE if top_k > 0 or top_p < 1 else 0.0)
+    return Wanted(temperature, not (min_p > 0 or top_k > 0), share)
 
 
 def top(scores: NDArray[np.floating[Any]], likely: NDArray[np.int64], count: int) -> NDArray[np.int64]:

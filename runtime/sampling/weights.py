@@ -112,7 +112,10 @@ class KeptWeights(NamedTuple):
     probs: NDArray[np.float64]
     size: int
 
-    total = 1.0
+    @property
+    def total(self) -> float:
+        """See Weights.total."""
+        return 1.0
 
     @property
     def values(self) -> NDArray[np.floating[Any]]:
