@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ctypes import Structure, c_int32, c_void_p
+from ctypes import Structure, c_double, c_int32, c_void_p
 from struct import Struct
 
 from .library import Pass
@@ -14,6 +14,12 @@ COUNTS = 9  # `enum counts`: numbers before those of rows
 SHAPE, NUMBERS = Struct("8i"), Struct("4P")  # fields of `struct round` that follow each other
 
 
+class Cuts(Structure):
+    """`struct cuts` of kernels/truncation.h."""
+
+    _fields_ = [("top_p", c_double), ("min_p", c_double), ("top_k", c_int32)]
+
+
 class Round(Structure):
     """`struct round`."""
 
@@ -22,7 +28,7 @@ class Round(Structure):
         *((name, c_int32) for name in ("pending", "outputs")),
         *(("target", Pass), ("draft", Pass)),
         *((name, c_void_p) for name in ("pending_tokens", "names")),
-        *(("numbers", c_void_p * 3), ("estimates", c_void_p), ("room", c_void_p)),
+        *(("numbers", c_void_p * 3), ("estimates", c_void_p), ("room", c_void_p), ("cuts", Cuts)),
         *((name, c_void_p) for name in ("counts", "tokens", "parents", "depths", "slots", "accepted")),
         *((name, c_void_p) for name in ("seconds", "shares")),
     ]

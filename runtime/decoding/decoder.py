@@ -187,7 +187,7 @@ class SpeculativeDecoder:
             return None
         if plan is not None and (plan.given or not plan.depth):
             return None
-        if self._proposer.outgrown or (request.sampler.truncates and not self._rounds.cuts):
+        if self._proposer.outgrown:
             return None
         rules, params = self._rules_of(self._config, plan, request.greedy), request.sampler.params
         # A drawn tree is as deep as it was planned.

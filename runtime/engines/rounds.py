@@ -105,7 +105,6 @@ class Rounds(ABC):
     outcome: RoundOutcome
     join = True  # whether those of requests that share passes run as a whole, too
     end_early = False  # whether the draft's passes end where the tree does; on a device, all passes of a shape run
-    cuts = True  # whether they leave out tokens by top-k, top-p and min-p
     looks_up = False  # whether a prompt lookup may take the place of a round; on a device its cost was never measured
 
     def most_draws(self, shape: RoundShape) -> tuple[int, int, int]:

@@ -19,7 +19,7 @@ from .params import SamplingParams, require
 from .processing import DeadEndError, Processing
 from .random import RandomStream
 from .softmax import NumpySoftmax, Softmax, Wanted, best
-from .weights import NOTHING, DeadEnd, NumpyWeights, Weights
+from .weights import NOTHING, DeadEnd, KeptWeights, Weights
 
 NEGLIGIBLE = 1e-4  # share of the most probable token's probability; drafts without these tokens are accepted as often
 LIKELY = 12.0  # nats below the most probable token; sorting only these tokens is nearly always enough
@@ -75,9 +75,7 @@ class Sampler:
         self.truncates_by_order = self._top_k > 0 or params.top_p < 1
         self.truncates = self.truncates_by_order or params.min_p > 0
         self._least = max(params.min_p, NEGLIGIBLE)
-        share = params.min_p or (NEGLIGIBLE if self.truncates else 0.0)
-        chosen = Wanted(params.temperature, not (params.min_p > 0 or self._top_k > 0), share)
-        self._wanted = Wanted(0.0, False, 0.0) if params.greedy else chosen
+        self._wanted = wanted_by(params.temperature, params.top_p, self._top_k, params.min_p)
         self._drawn = None if params.greedy else Wanted(params.temperature, False, self._least)
 
     @property
@@ -116,9 +114,6 @@ class Sampler:
         if self.params.greedy:
             scores, known = self._scored(logits, path, softmax)
             return known.best(scores)
-        if self.truncates:
-            ids, probs = self._truncate(*self._scored(logits, path, softmax), path)
-            return int(ids[stream.categorical(probs)])
         return self.weights(logits, path, softmax).draw(stream)
 
     def distribution(self, logits: NDArray[np.float32], path: Sequence[int]) -> NDArray[np.float64]:
@@ -127,15 +122,12 @@ class Sampler:
         return np.asarray(weights.values, np.float64) / weights.total
 
     def weights(self, logits: NDArray[np.float32], path: Sequence[int], softmax: Softmax | None = None) -> Weights:
-        """The same up to a factor, in a buffer that the next call with a path of this length overwrites. softmax: of
-        this row, which its engine has prepared for the `wanted` settings."""
-        (scores, known), weights = self._scored(logits, path, softmax), self._buffer(path)
+        """The same up to a factor, maybe in a buffer that the next call with a path of this length overwrites.
+        softmax: of this row, which its engine has prepared for the `wanted` settings."""
+        scores, known = self._scored(logits, path, softmax)
         if not (self.params.greedy or self.truncates):
-            return known.weights(scores, self.params.temperature, weights)
-        ids, probs = self._truncate(scores, known, path)
-        weights.fill(0.0)
-        weights[ids] = probs
-        return NumpyWeights(1.0, weights)
+            return known.weights(scores, self.params.temperature, self._buffer(path))
+        return KeptWeights(*self._truncate(scores, known, path), self._vocab_size)
 
     def candidates(
         self, logits: NDArray[np.float32], path: Sequence[int], softmax: Softmax | None = None
@@ -241,6 +233,15 @@ class ScoredRows:
             return self._sampler.choose(self._logits[row], path, stream, self._softmaxes[row])
         except DeadEndError:
             return NOTHING
+
+
+def wanted_by(temperature: float, top_p: float, top_k: int, min_p: float) -> Wanted:
+    """What the choice of a token with these settings asks of the softmax of a row. top_k: 0 where it keeps all
+    tokens."""
+    if not temperature:
+        return Wanted(0.0, False, 0.0)
+    share = min_p or (NEGLIGIBLE if top_k > 0 or top_p < 1 else 0.0)
+    return Wanted(temperature, not (min_p > 0 or top_k > 0), share)
 
 
 def top(scores: NDArray[np.floating[Any]], likely: NDArray[np.int64], count: int) -> NDArray[np.int64]:

@@ -104,6 +104,60 @@ class NumpyResidual:
         return self._values
 
 
+class KeptWeights(NamedTuple):
+    """Probabilities of those tokens alone that truncation keeps: ids int64 [K], ascending, and probs float64 [K].
+    size: of the vocabulary, V."""
+
+    ids: NDArray[np.int64]
+    probs: NDArray[np.float64]
+    size: int
+
+    @property
+    def total(self) -> float:
+        """See Weights.total."""
+        return 1.0
+
+    @property
+    def values(self) -> NDArray[np.floating[Any]]:
+        """See Weights.values."""
+        values = np.zeros(self.size)
+        values[self.ids] = self.probs
+        return values
+
+    def draw(self, stream: RandomStream) -> int:
+        """See Weights.draw."""
+        return self.ids.item(stream.categorical(self.probs))
+
+    def residual(self, ids: NDArray[np.int64]) -> KeptResidual:
+        """See Weights.residual."""
+        return KeptResidual(self, ids)
+
+
+class KeptResidual:
+    """R over the tokens that were kept; of all others it is zero."""
+
+    def __init__(self, weights: KeptWeights, ids: NDArray[np.int64]) -> None:
+        self._ids = weights.ids
+        places = self._ids.searchsorted(ids)
+        self._offered = np.take(self._ids, places, mode="clip") == ids  # [K] of `ids`: whether it was kept
+        self._R = NumpyResidual(NumpyWeights(weights.total, weights.probs), places[self._offered])
+        self._update()
+
+    def reject(self, offered: NDArray[np.float64], pi: float = 1.0) -> float:
+        """See Residual.reject."""
+        pi = self._R.reject(offered[self._offered], pi)
+        self._update()
+        return pi
+
+    def draw(self, stream: RandomStream) -> int:
+        """See Residual.draw."""
+        return self._ids.item(self._R.draw(stream))
+
+    def _update(self) -> None:
+        self.probs = np.zeros(len(self._offered))
+        self.probs[self._offered] = self._R.probs
+
+
 class DeadEnd:
     """Weights and their residual where NOTHING follows: of every token they are zero, and they stay so."""
 

@@ -12,7 +12,8 @@
 /* depth, size, width, verify, is_drawn, is_tree: see RoundShape of runtime/engines/rounds.py. pending: the tokens that
  * the draft reads first, the root last. outputs: of the draft, for which there is room. target, draft: passes without
  * rows, with room for their results: `logits`, `draws`, and for chosen tokens `ids` and `logprobs`. names: of the
- * draft's columns, or null. numbers: for the draft, for tests, and for the target's own tokens. room: for distributions.
+ * draft's columns, or null. numbers: for the draft, for tests, and for the target's own tokens. room: for distributions,
+ * and a row more of either model. cuts: the tokens that are left out; the target's draws then have room for a row, too.
  *
  * Both caches have the accepted rows behind the committed ones afterwards, as far as the draft has scored them.
  * counts: see COUNTS. seconds: of the passes of draft and target. tokens, parents, depths, slots, shares [size + 1]: of the
@@ -23,6 +24,7 @@ struct round {
     const int64_t *pending_tokens, *names;
     const double *numbers[3], *estimates;
     double *room;
+    struct cuts cuts;
     int64_t *counts, *tokens, *parents, *depths, *slots, *accepted;
     double *seconds, *shares;
 };
@@ -45,16 +47,12 @@ static int time_pass(struct engine *engine, const struct pass *pass, double *sec
 }
 
 /* The probabilities of the tokens that the draft may draw after an output; 0 where its logits are no numbers. */
-static int candidates_of(const struct round *round, int output, struct candidates *q) {
-    const struct draw *draw = round->draft.draws + output;
-    double *probs = draw->weights;
+static int candidates_of(const struct round *round, const struct tree *tree, int output, struct candidates *q) {
+    struct draw *draw = round->draft.draws + output;
     if (draw->count < 1 || draw->count > draw->room) return 0;
-    const double sum = sum_of(probs, draw->count);
-    for (int at = 0; at < draw->count; at++) {
-        probs[at] /= sum;
-        if (round->names) draw->ids[at] = round->names[draw->ids[at]];
-    }
-    *q = (struct candidates){draw->ids, probs, draw->count};
+    shorten(draw, &round->cuts, tree->room);
+    for (int at = 0; round->names && at < draw->count; at++) draw->ids[at] = round->names[draw->ids[at]];
+    *q = (struct candidates){draw->ids, draw->weights, draw->count};
     return 1;
 }
 
@@ -105,7 +103,7 @@ static int grow(struct engine *draft, struct round *round, struct tree *tree, st
         const int refusal = score_layer(draft, round, tree, nodes, count, first);
         if (refusal) return refusal;
         for (int each = 0; round->is_drawn && each < count; each++)
-            if (!candidates_of(round, first + each, q + first + each)) return NO_NUMBERS;
+            if (!candidates_of(round, tree, first + each, q + first + each)) return NO_NUMBERS;
         if (is_chain) draw_next(tree, nodes[0], q + first, stream);
         else if (round->is_drawn) draw_layer(tree, nodes, count, q + first, round->estimates, stream);
         else
@@ -134,7 +132,7 @@ static int score_rows(struct engine *target, struct round *round, const struct t
         round->shares[row] = node->share;
         positions[row] = pass.length + node->depth;
         for (int at = row; at >= 0; at = (int)round->parents[at]) mask[row * count + at] = 1;
-        pass.draws[row].total = -1;
+        pass.draws[row].total = pass.draws[row].count = UNREAD;
         each[row] = row;
     }
     pass.rows = pass.outputs = pass.columns = count, pass.start = pass.length;
@@ -193,7 +191,8 @@ int draftwood_run_round(struct engine *target, struct engine *draft, struct roun
     if ((refusal = score_rows(target, round, &tree, rows, row_of))) return refusal;
     struct scored scored = {.tree = &tree, .rows = rows, .count = (int)round->counts[ROWS]};
     scored.size = target->model.head.outputs;
-    scored.draws = round->target.draws, scored.logits = round->target.logits, scored.q = q, scored.room = tree.room;
+    scored.draws = round->target.draws, scored.logits = round->target.logits, scored.cuts = &round->cuts;
+    scored.q = q, scored.room = tree.room;
     scored.tests.numbers = round->numbers[1], scored.choices.numbers = round->numbers[2];
     verify(&scored, round->verify);
     if (scored.broken) return NO_NUMBERS;

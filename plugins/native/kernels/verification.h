@@ -1,13 +1,16 @@
 /* Verification of a round's tree, as runtime/speculation/verifier.py says: which of its rows the target accepts, and the
  * token that follows. */
 #pragma once
-#include "residual.h"
 #include "tree.h"
+#include "truncation.h"
 
 enum verify { BEST_TOKEN, MATCH, BLOCKWISE, TRAVERSAL, REJECTION };
 
-/* A tree of rows that were scored. rows: node of each. draws: of the target's softmax of each row, computed for those
- * whose total is not negative; logits [count][size]. q: of the draft's outputs. room: for residuals.
+#define UNREAD (-2) /* `count` and `total` of a row whose softmax no pass has prepared */
+
+/* A tree of rows that were scored. rows: node of each. draws: of the target's softmax of each row, or UNREAD; logits
+ * [count][size]. cuts: what they leave out. is_ready: whether p of a row was computed from its softmax. q: of the draft's
+ * outputs. room: for residuals, and a row more.
  * Results: last: the last accepted row. token: that follows it. broken: whether a distribution is none. */
 struct scored {
     const struct tree *tree;
@@ -15,6 +18,8 @@ struct scored {
     int count, size, last, broken;
     struct draw *draws;
     const float *logits;
+    const struct cuts *cuts;
+    uint8_t is_ready[MOST_KEPT];
     const struct candidates *q;
     double *room;
     struct stream tests, choices;
@@ -30,21 +35,36 @@ static int next_child(const struct scored *scored, int row, int after) {
     return 0;
 }
 
-/* p of a row. */
+/* p of a row. Where tokens are left out, its draw has the tokens that are left. */
 static struct row row_at(struct scored *scored, int row) {
     struct draw *draw = scored->draws + row;
     const float *logits = scored->logits + (size_t)row * scored->size;
-    if (draw->total < 0) draw->total = draftwood_softmax(logits, scored->size, draw->temperature, draw->sums, &draw->peak);
-    scored->broken |= isnan(draw->total);
-    return (struct row){logits, scored->size, draw->peak, draw->temperature, draw->sums};
+    if (draw->total == UNREAD && draw->count == UNREAD) prepare_draw(logits, scored->size, draw);
+    const struct row p = {logits, scored->size, draw->peak, draw->temperature, draw->sums};
+    const int is_broken = isnan(draw->total) || (draw->ids && draw->count < 1);
+    if (is_broken && draw->ids) draw->ids[0] = 0, draw->weights[0] = draw->count = 1; /* any token */
+    else if (draw->ids && !scored->is_ready[row]) leave_out(&p, draw, scored->cuts, scored->room);
+    scored->is_ready[row] = 1;
+    scored->broken |= is_broken;
+    return p;
 }
 
-/* End behind a row, with a token that is drawn from its residual. */
+/* End behind a row, with a token that is drawn from what its residual has of the tokens that are left. */
+static void settle_kept(struct scored *scored, const struct draw *p, const struct offers *offers) {
+    residual_of_kept(p, offers, scored->room);
+    scored->token = p->ids[categorical(scored->room, p->count, &scored->choices)];
+}
+
+/* The same from its residual. */
 static void settle(struct scored *scored, int row, const struct offers *offers) {
     const struct row p = row_at(scored, row);
     double masses[MOST_CATEGORIES * 2], chosen[RUN];
     int run = 0;
     scored->last = row;
+    if (truncates(scored->cuts)) {
+        settle_kept(scored, scored->draws + row, offers);
+        return;
+    }
     if (p.size > RUN) {
         draftwood_residual_runs(&p, offers, masses);
         run = categorical(masses, (p.size + RUN - 1) / RUN, &scored->choices);
@@ -63,7 +83,7 @@ static void draw_token(struct scored *scored, int row) {
         return;
     }
     row_at(scored, row);
-    R[1] = scored->draws[row].total;
+    R[1] = truncates(scored->cuts) ? 1 : scored->draws[row].total;
     settle(scored, row, &(struct offers){NULL, 0, R});
 }
 
@@ -73,7 +93,8 @@ static struct offers offers_at(struct scored *scored, int row) {
     const struct offers offers = {q->ids, q->count, scored->room};
     const struct row p = row_at(scored, row);
     scored->room += q->count + 2;
-    draftwood_offer(&p, &offers, scored->draws[row].total);
+    if (truncates(scored->cuts)) offer_kept(scored->draws + row, &offers);
+    else draftwood_offer(&p, &offers, scored->draws[row].total);
     return offers;
 }
 

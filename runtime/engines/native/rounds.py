@@ -22,12 +22,14 @@ from ....plugins.native.round import (
     NUMBERS,
     SHAPE,
     VERIFIERS,
+    Cuts,
     Round,
 )
 from ...sampling.random import BLOCK
+from ...sampling.sampler import wanted_by
 from ..base import Engine, ForwardOutput, KVCache, Pass
 from ..passes import causal_batch
-from ..rounds import RoundDraws, RoundOutcome, Rounds, RoundShape
+from ..rounds import BEST, RoundDraws, RoundOutcome, Rounds, RoundShape
 
 if TYPE_CHECKING:  # engine.py imports this module
     from .engine import NativeEngine, NativeKVCache
@@ -35,14 +37,17 @@ if TYPE_CHECKING:  # engine.py imports this module
 MOST_BYTES = 1 << 28  # of room for distributions: flat ones of large vocabularies are left to the host
 MOST_PREPARED = 64  # shapes and settings that are kept
 ESTIMATES = 96  # of a drawn tree: logarithms by rank and bin, see RoundDraws
+Settings = tuple[float, float, float, float, int]  # the first five of RoundDraws
 LISTS = ("tokens", "parents", "depths", "slots", "accepted")  # by row, in this order
+GREEDY: Settings = (0.0, 0.0, 0.0, 1.0, 0)
 
 
 class RoundSize(NamedTuple):
-    """What a round needs room for: rows of the target, outputs of the draft, and distributions of the draft's columns.
-    numbers: uniform ones, and estimates."""
+    """What a round needs room for: rows of the target, those of them that may be truncated, outputs of the draft, and
+    distributions of the draft's columns. numbers: uniform ones, and estimates."""
 
     rows: int
+    truncated: int
     outputs: int
     distributions: int
     numbers: int
@@ -52,31 +57,38 @@ class RoundSize(NamedTuple):
         rows = shape.size + 1
         nodes = shape.depth * shape.most_drawn if shape.is_tree else 0
         distributions = nodes + rows if shape.is_drawn else 0
-        return cls(rows, 1 + (shape.depth - 1) * shape.width, distributions, sum(most_draws) + ESTIMATES)
+        truncated, outputs = 0 if shape.verify == BEST else rows, 1 + (shape.depth - 1) * shape.width
+        return cls(rows, truncated, outputs, distributions, sum(most_draws) + ESTIMATES)
+
+    def num_bytes(self, columns: tuple[int, int]) -> int:
+        """Of distributions, and of lists of tokens and their probabilities. columns: V and N."""
+        return 8 * (2 * self.truncated * columns[0] + (self.distributions + 2 * self.outputs) * columns[1])
 
 
 class Buffers:
-    """Memory that the rounds of one text share; each of them overwrites it. target: logits [rows, V] and the sums of
-    their softmaxes. draft: logits [outputs, N], and the likely or the best columns of each row. found: the counts, then
-    tokens, parents, depths, slots and accepted rows [5, rows]; measured: seconds [2] and shares [rows]."""
+    """Memory that the rounds of one text share; each of them overwrites it. target: logits [rows, V], the sums of their
+    softmaxes, and the tokens that truncation keeps [truncated, V]. draft: logits [outputs, N], and the likely or the
+    best columns of each row. found: the counts, then tokens, parents, depths, slots and accepted rows [5, rows];
+    measured: seconds [2] and shares [rows]."""
 
     def __init__(self, size: RoundSize, columns: tuple[int, int]) -> None:
         """columns: V and N."""
-        (rows, outputs, distributions, numbers), (target, draft) = size, columns
+        (rows, truncated, outputs, distributions, numbers), (target, draft) = size, columns
         self.size = size
         self.target_logits = np.empty((rows, target), np.float32)
         self.sums = np.empty((rows, -(-target // RUN)))
+        self.kept_ids, self.kept_probs = np.empty((truncated, target), np.int64), np.empty((truncated, target))
         self.draft_logits = np.empty((outputs, draft), np.float32)
         self.ids, self.probs = np.empty((outputs, draft), np.int64), np.empty((outputs, draft))
         self.logprobs = np.empty((outputs, bindings.top_columns(draft)), np.float32)
-        self.room = np.empty(max(distributions * (draft + 2), 1))
+        self.room = np.empty(distributions * (draft + 2) + max(columns))
         self.numbers = np.empty(numbers)
         self.pending = np.empty(MOST_WIDTH, np.int64)
         self.found, self.measured = np.empty(COUNTS + 5 * rows, np.int64), np.empty(2 + rows)
 
 
 class Prepared(NamedTuple):
-    """A round of one shape, temperature and least share of likely tokens. wanted: the C structure. verify: its place in
+    """A round of one shape, with the same settings. wanted: the C structure. verify: its place in
     VERIFIERS. buffers, draws: what it points to."""
 
     wanted: Round
@@ -90,7 +102,6 @@ class NativeRounds(Rounds):
 
     join = False
     end_early = True
-    cuts = False
     looks_up = True
 
     def __init__(self, engines: tuple[NativeEngine, NativeEngine], caches: tuple[NativeKVCache, NativeKVCache]) -> None:
@@ -102,7 +113,7 @@ class NativeRounds(Rounds):
         self._fitting: dict[RoundShape, bool] = {}
         self._most_draws: dict[RoundShape, tuple[int, int, int]] = {}
         self._buffers: Buffers | None = None
-        self._prepared: dict[tuple[RoundShape, float, float], Prepared] = {}
+        self._prepared: dict[tuple[RoundShape, Settings], Prepared] = {}
         self._batch = causal_batch(target, [0], 0)  # says nothing: the round has its own
         self._next: tuple[RoundShape, Sequence[int], RoundDraws | None] | None = None
         self._engine = RoundEngine(self, engines[0])
@@ -134,8 +145,7 @@ class NativeRounds(Rounds):
         few = nodes + shape.size + 2 * MOST_WIDTH <= MOST_NODES and size.rows <= min(MOST_KEPT, target.spec.max_width)
         narrow = shape.width <= min(draft.spec.max_width, MOST_WIDTH) and max(self._columns) <= MOST_COLUMNS
         ranked = shape.is_drawn or shape.width <= bindings.top_columns(self._columns[1])
-        small = 8 * (size.distributions + 2 * size.outputs) * self._columns[1] <= MOST_BYTES
-        return few and narrow and ranked and small
+        return few and narrow and ranked and size.num_bytes(self._columns) <= MOST_BYTES
 
     def prepare(self, shape: RoundShape, pending: Sequence[int], draws: RoundDraws | None = None) -> Pass:
         """See Rounds.prepare."""
@@ -188,8 +198,8 @@ class NativeRounds(Rounds):
 
     def _wanted(self, shape: RoundShape, draws: RoundDraws | None) -> Prepared:
         """A round of this shape with these settings. The buffers are made anew where the shape needs larger ones."""
-        settings = (0.0, 0.0) if draws is None else (draws.temperature, draws.draft_share)
-        key = shape, *settings
+        settings = GREEDY if draws is None else draws[:5]
+        key = shape, settings
         prepared = self._prepared.get(key)
         if prepared is None:
             if len(self._prepared) == MOST_PREPARED:
@@ -199,15 +209,22 @@ class NativeRounds(Rounds):
                 self._prepared.clear()
                 size = size if made is None else RoundSize(*map(max, size, made.size))
                 made = self._buffers = Buffers(size, self._columns)
-            prepared = self._prepared[key] = self._describe(made, shape, *settings)
+            prepared = self._prepared[key] = self._describe(made, shape, settings)
         return prepared
 
-    def _describe(self, buffers: Buffers, shape: RoundShape, temperature: float, share: float) -> Prepared:
-        target, draft = np.zeros(buffers.size.rows, DRAW), np.zeros(buffers.size.outputs, DRAW)
+    def _describe(self, buffers: Buffers, shape: RoundShape, settings: Settings) -> Prepared:
+        temperature, draft_share, min_p, top_p, top_k = settings
+        top_k = top_k if top_k < self._columns[0] else 0
+        asked, size = wanted_by(temperature, top_p, top_k, min_p), buffers.size
+        target, draft = np.zeros(size.rows, DRAW), np.zeros(size.outputs, DRAW)
         target["temperature"], draft["temperature"] = temperature, temperature
-        draft["share"], draft["room"] = share, self._columns[1]
-        if temperature:
+        target["share"], draft["share"] = asked.share, draft_share
+        target["room"], draft["room"] = self._columns
+        if asked.weights:
             target["sums"] = rows_of(buffers.sums)
+        if asked.share:
+            target["ids"][: size.truncated] = rows_of(buffers.kept_ids)
+            target["weights"][: size.truncated] = rows_of(buffers.kept_probs)
         draft["ids"], draft["weights"] = rows_of(buffers.ids), rows_of(buffers.probs)
         found, rows, measured = address(buffers.found) or 0, 8 * buffers.size.rows, address(buffers.measured) or 0
         lists = range(found + 8 * COUNTS, found + 8 * COUNTS + 5 * rows, rows)
@@ -217,6 +234,7 @@ class NativeRounds(Rounds):
             places.append(places[-1] + 8 * count)
         NUMBERS.pack_into(wanted, Round.numbers.offset, *places)
         wanted.names, wanted.room = address(self._names), address(buffers.room)
+        wanted.cuts = Cuts(top_p, min_p, top_k)
         wanted.pending_tokens = address(buffers.pending)
         wanted.target.logits, wanted.target.draws = address(buffers.target_logits), address(target)
         wanted.draft.logits, wanted.draft.draws = address(buffers.draft_logits), address(draft)

@@ -17,7 +17,7 @@ from draftwood.runtime.sampling.params import SamplingParams
 from draftwood.runtime.sampling.random import BLOCK, SeededStream
 from draftwood.runtime.sampling.sampler import LIKELY, NEGLIGIBLE, Candidates, Sampler, largest, nucleus
 from draftwood.runtime.sampling.softmax import NumpySoftmax
-from draftwood.runtime.sampling.weights import NumpyWeights, Weights
+from draftwood.runtime.sampling.weights import KeptWeights, NumpyWeights, Weights
 from draftwood.runtime.speculation.config import SpeculativeConfig
 from draftwood.runtime.speculation.growers.drawing import Drawing
 
@@ -151,13 +151,18 @@ class Scripted(SeededStream):
         return self.index
 
 
+@pytest.mark.parametrize("num_kept", [1, 3, 6, 9])
 @pytest.mark.parametrize("seed", range(20))
-def test_a_residual_is_the_one_over_the_whole_vocabulary(seed: int) -> None:
+def test_a_residual_is_the_one_over_the_whole_vocabulary(seed: int, num_kept: int) -> None:
     """Rejections in a row, for offers that cover some of the tokens: R = norm(max(pi R - D, 0)) everywhere."""
     generator = np.random.default_rng(seed)
     p, ids = generator.dirichlet(np.ones(9)), generator.permutation(9)[:4]
     drawing = Drawing(Candidates(ids, generator.dirichlet(np.ones(4))))
-    residual = NumpyWeights(3.0, 3 * p).residual(ids)
+    kept = np.sort(generator.permutation(9)[:num_kept])
+    p = np.where(np.isin(np.arange(9), kept), p, 0.0) / p[kept].sum()
+    every = NumpyWeights(3.0, 3 * p) if num_kept == 9 else KeptWeights(kept, p[kept], 9)
+    assert every.values / every.total == pytest.approx(p)
+    residual = every.residual(ids)
     R, pi, whole_pi = p, 1.0, 1.0
     for index in (2, 0, 3):
         _, _, remaining = drawing.draw(Scripted(index))
@@ -169,8 +174,8 @@ def test_a_residual_is_the_one_over_the_whole_vocabulary(seed: int) -> None:
         assert pi == pytest.approx(whole_pi)
         assert residual.probs == pytest.approx(R[ids], abs=1e-12)
     final = Scripted(0)
-    residual.draw(final)
-    assert final.seen == pytest.approx(R, abs=1e-12)
+    assert residual.draw(final) == kept[0]
+    assert final.seen == pytest.approx(R[kept], abs=1e-12)
 
 
 def never(token: int, predict: Predict) -> Predict:
