@@ -153,7 +153,7 @@ static int score_rows(struct engine *target, struct round *round, const struct t
 }
 
 /* Put slots of a pass's cache behind the committed rows, in this order. The first of them may be there already. */
-static int keep(struct engine *engine, const struct pass *pass, const int64_t *slots, int count) {
+static int move_behind(struct engine *engine, const struct pass *pass, const int64_t *slots, int count) {
     int64_t moved[MOST_WIDTH + MOST_KEPT];
     int placed = 0;
     while (placed < count && slots[placed] == placed) placed++;
@@ -171,7 +171,7 @@ static int keep_accepted(struct engine *target, struct engine *draft, struct rou
         if (round->slots[row] >= 0) read[scored++] = round->slots[row]; /* the last layer was not scored */
     }
     counts[READ] = scored - round->pending;
-    return keep(target, &round->target, kept, accepted + 1) || keep(draft, &round->draft, read, scored);
+    return move_behind(target, &round->target, kept, accepted + 1) || move_behind(draft, &round->draft, read, scored);
 }
 
 /* Run a round; 0, or one of library.py's REFUSALS. The caller has checked that the slots are there. */
