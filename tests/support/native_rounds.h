@@ -13,19 +13,30 @@ static const struct proposal PROPOSALS[] = {
     {5, 12, 4, 1, 1, REJECTION}, {2, 5, 3, 1, 1, MATCH},      {7, 2, 1, 1, 1, TRAVERSAL},
 };
 
+/* None at first. */
+static const struct cuts CUTS[] = {
+    {1, 0, 0}, {0.9, 0, 0}, {0.999999, 0, 0}, {1e-6, 0, 0}, {1, 0, 1}, {0.7, 0, 3}, {1, 0, 1000}, {1, 0.5, 0}, {0.95, 1e-9, 9},
+};
+
 /* One round behind `length` rows and `pending` tokens; returns what draftwood_run_round does. */
 static int run_proposal(struct engine *target, struct engine *draft, struct cache caches[2], int length, int pending,
-                        const struct proposal *what, double temperature, const int64_t *names) {
+                        const struct proposal *what, double temperature, const struct cuts *cuts, const int64_t *names) {
     const int rows = what->size + 1, vocab = target->model.vocab, columns = draft->model.head.outputs;
     const int outputs = 1 + (what->depth - 1) * what->width, runs = (vocab + RUN - 1) / RUN;
     const int drawn = what->depth * (what->is_tree ? what->size + what->width : 1) * 2, top = columns < 8 ? columns : 8;
-    const int cells = what->is_drawn ? (drawn + rows) * (columns + 2) : 1, most[] = {drawn, rows + what->depth, 3 * rows};
+    const int cells = (what->is_drawn ? (drawn + rows) * (columns + 2) : 0) + vocab, most[] = {drawn, rows + what->depth, 3 * rows};
     struct round round = {what->depth, what->size, what->width, what->verify, what->is_drawn, what->is_tree, pending, outputs};
     struct draw *target_draws = calloc(rows, sizeof *target_draws), *draft_draws = calloc(outputs, sizeof *draft_draws);
     double *sums = malloc((size_t)rows * runs * sizeof *sums), *probs = malloc((size_t)outputs * columns * sizeof *probs);
     int64_t *ids = malloc((size_t)outputs * columns * sizeof *ids), *lists[5];
-    for (int row = 0; row < rows; row++)
-        target_draws[row] = (struct draw){.temperature = temperature, .sums = temperature ? sums + row * runs : NULL};
+    double *kept = malloc((size_t)rows * vocab * sizeof *kept);
+    int64_t *kept_ids = malloc((size_t)rows * vocab * sizeof *kept_ids);
+    for (int row = 0; row < rows; row++) {
+        struct draw *draw = target_draws + row;
+        *draw = (struct draw){.temperature = temperature, .share = cuts->min_p > 0 ? cuts->min_p : 1e-4, .room = vocab};
+        if (temperature && !(cuts->min_p > 0 || cuts->top_k)) draw->sums = sums + row * runs;
+        if (truncates(cuts)) draw->ids = kept_ids + row * vocab, draw->weights = kept + row * vocab;
+    }
     for (int output = 0; output < outputs; output++)
         draft_draws[output] = (struct draw){.temperature = temperature, .share = 1e-4, .room = columns,
                                             .ids = ids + output * columns, .weights = probs + output * columns};
@@ -45,6 +56,7 @@ static int run_proposal(struct engine *target, struct engine *draft, struct cach
     round.draft = (struct pass){.length = length + 1 - pending, .cache = caches[1], .logits = drafted, .draws = draft_draws};
     if (!what->is_drawn) round.draft.top = top, round.draft.ids = ids, round.draft.logprobs = logprobs;
     round.pending_tokens = tokens, round.names = names, round.estimates = estimates, round.room = room;
+    round.cuts = *cuts;
     round.tokens = lists[0], round.parents = lists[1], round.depths = lists[2], round.slots = lists[3], round.accepted = lists[4];
     round.counts = counts, round.seconds = seconds, round.shares = shares;
     const int refusal = draftwood_run_round(target, draft, &round);
@@ -60,7 +72,7 @@ static int run_proposal(struct engine *target, struct engine *draft, struct cach
     for (int kind = 0; kind < 3; kind++) free(numbers_of[kind]);
     for (int list = 0; list < 5; list++) free(lists[list]);
     free(target_draws), free(draft_draws), free(sums), free(probs), free(ids), free(estimates), free(tokens), free(counts);
-    free(seconds), free(shares), free(room), free(logits), free(drafted), free(logprobs);
+    free(seconds), free(shares), free(room), free(logits), free(drafted), free(logprobs), free(kept), free(kept_ids);
     return refusal;
 }
 
@@ -78,12 +90,14 @@ static void check_rounds(struct shape shape, struct shape trimmed, int threads) 
     for (int which = 1; which < 3; which++)
         for (int at = 0; at < (int)(sizeof PROPOSALS / sizeof *PROPOSALS); at++)
             for (int pending = 1; pending <= 3; pending++) {
-                const double temperature = PROPOSALS[at].verify == BEST_TOKEN ? 0 : pending == 2 ? 50 : 0.7;
-                check(!run_proposal(engines[0], engines[which], caches, 5, pending, PROPOSALS + at, temperature,
-                                    which == 2 ? names : NULL), "a round", at);
+                const int is_greedy = PROPOSALS[at].verify == BEST_TOKEN;
+                const double temperature = is_greedy ? 0 : pending == 2 ? 50 : 0.7;
+                for (int which_cuts = 0; which_cuts < (is_greedy ? 1 : (int)(sizeof CUTS / sizeof *CUTS)); which_cuts++)
+                    check(!run_proposal(engines[0], engines[which], caches, 5, pending, PROPOSALS + at, temperature,
+                                        CUTS + which_cuts, which == 2 ? names : NULL), "a round", at);
             }
     const struct proposal wide = {2, MOST_KEPT, 2, 0, 0, BEST_TOKEN};
-    check(run_proposal(engines[0], engines[1], caches, 5, 1, &wide, 0, NULL) == NO_ROOM, "a wide tree", MOST_KEPT);
+    check(run_proposal(engines[0], engines[1], caches, 5, 1, &wide, 0, CUTS, NULL) == NO_ROOM, "a wide tree", MOST_KEPT);
     for (int at = 0; at < 3; at++) draftwood_close(engines[at]), free_model(models[at]);
     free_cache(caches[0]), free_cache(caches[1]), free(names);
 }

@@ -6,14 +6,17 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 from bundling import DEMO, built_native
+from checkpoints import VOCAB_SIZE, edit_weights, write_checkpoint
 from costs import table
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from native_parts import held, open_native, spec_of
 
 from draftwood.builder.options import BuildOptions
 from draftwood.builder.pipeline import build
@@ -62,13 +65,14 @@ OTHERS: dict[str, tuple[SpeculativeConfig, dict[str, Any]]] = {  # what the host
 }
 
 
-CUTS: tuple[dict[str, Any], ...] = (  # the tokens that are left out
-    {},
-    {"top_p": 0.9},
-    {"top_p": 0.9999},
-    {"top_k": 5},
-    {"top_k": 900, "top_p": 0.95},
-    {"min_p": 0.05, "top_k": 40, "top_p": 0.3},
+SETTINGS: tuple[dict[str, Any], ...] = (  # at a temperature of 4 more than BLOCK tokens are likely
+    {"temperature": 0.0},
+    {"temperature": 0.7},
+    {"temperature": 4.0},
+    {"temperature": 0.7, "top_p": 0.9},
+    {"temperature": 1.0, "top_p": 0.9999},
+    {"temperature": 4.0, "top_k": 900, "top_p": 0.95},
+    {"temperature": 0.7, "min_p": 0.05, "top_k": 40},
 )
 
 
@@ -145,17 +149,13 @@ def same_by_host(pair: Pair, config: SpeculativeConfig, setting: Mapping[str, An
     return found
 
 
-@pytest.mark.parametrize("cuts", CUTS, ids=str)
-@pytest.mark.parametrize("temperature", [0.0, 0.7, 4.0])
+@pytest.mark.parametrize("setting", SETTINGS, ids=str)
 @pytest.mark.parametrize("name", WHOLE)
-def test_texts_and_proposals_are_those_of_the_host(
-    name: str, temperature: float, cuts: dict[str, Any], pair: Pair
-) -> None:
-    """At a temperature of 4 more than BLOCK tokens are likely. The host runs the last rounds: no whole proposal fits
-    there."""
-    every = [same_by_host(pair, WHOLE[name], {"temperature": temperature, **cuts}, seed) for seed in range(3)]
-    assert all(found.whole for found in every)
-    assert len({tuple(found.tokens) for found in every}) == (3 if temperature else 1)
+def test_texts_and_proposals_are_those_of_the_host(name: str, setting: dict[str, Any], pair: Pair) -> None:
+    """The host runs the last rounds: no whole proposal fits there."""
+    every = [same_by_host(pair, WHOLE[name], setting, seed) for seed in range(3)]
+    assert all(found.whole > 3 for found in every)
+    assert len({tuple(found.tokens) for found in every}) == (3 if setting["temperature"] else 1)
 
 
 @settings(max_examples=40)
@@ -189,6 +189,23 @@ def test_shapes_and_settings(
         budget="fixed",
     )
     assert same_by_host(pair, config, setting, seed).whole
+
+
+@pytest.mark.parametrize("name", ["a chain", "a drawn tree", "a chosen tree"])
+def test_of_equal_logits_the_first_are_kept(name: str, tmp_path: Path) -> None:
+    """The rows of the projection are copies of eight: every logit is there many times."""
+    folder = write_checkpoint(tmp_path, "mha")
+    copied = np.random.default_rng(0).integers(0, 8, VOCAB_SIZE)
+    edit_weights(folder, lambda tensors: tensors.update({"lm_head.weight": tensors["lm_head.weight"][copied].clone()}))
+    weights = held(folder, "fp32")
+    target, draft = (
+        open_native(weights, spec_of(weights, role, "fp32", (1, 4, 16), 256), folder) for role in (TARGET, DRAFT)
+    )
+    for cuts in ({"top_k": 5}, {"top_p": 0.5}, {"top_k": 50, "top_p": 0.3}, {"top_k": 30, "min_p": 0.01}):
+        for seed in range(4):
+            assert same_by_host((target, draft), WHOLE[name], {"temperature": 0.7, **cuts}, seed).whole
+    target.close()
+    draft.close()
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
