@@ -11,7 +11,7 @@ VERIFIERS = ("best", "match", "block", "traversal", "rejection")  # `enum verify
 MOST_NODES, MOST_KEPT, MOST_WIDTH = 1024, 256, 64  # of a tree, of its rows, and of a draft's pass: kernels/tree.h
 MOST_COLUMNS = 1 << 18  # of logits: the runs of a row have two levels of MOST_CATEGORIES
 COUNTS = 9  # `enum counts`: numbers before those of rows
-SHAPE, NUMBERS = Struct("8i"), Struct("4P")  # fields of `struct round` that follow each other
+GIVEN = Struct("5P")  # pending_tokens, numbers and estimates
 
 
 class Cuts(Structure):
@@ -27,8 +27,8 @@ class Round(Structure):
         *((name, c_int32) for name in ("depth", "size", "width", "verify", "is_drawn", "is_tree")),
         *((name, c_int32) for name in ("pending", "outputs")),
         *(("target", Pass), ("draft", Pass)),
-        *((name, c_void_p) for name in ("pending_tokens", "names")),
-        *(("numbers", c_void_p * 3), ("estimates", c_void_p), ("room", c_void_p), ("cuts", Cuts)),
+        *(("pending_tokens", c_void_p), ("numbers", c_void_p * 3), ("estimates", c_void_p)),
+        *(("names", c_void_p), ("room", c_void_p), ("cuts", Cuts)),
         *((name, c_void_p) for name in ("counts", "tokens", "parents", "depths", "slots", "accepted")),
         *((name, c_void_p) for name in ("seconds", "shares")),
     ]

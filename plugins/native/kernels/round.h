@@ -21,8 +21,9 @@
 struct round {
     int32_t depth, size, width, verify, is_drawn, is_tree, pending, outputs;
     struct pass target, draft;
-    const int64_t *pending_tokens, *names;
+    const int64_t *pending_tokens;
     const double *numbers[3], *estimates;
+    const int64_t *names;
     double *room;
     struct cuts cuts;
     int64_t *counts, *tokens, *parents, *depths, *slots, *accepted;

@@ -7,7 +7,6 @@ speculative text equals plain text bit for bit, in every precision.
 
 from __future__ import annotations
 
-from ctypes import addressof
 from pathlib import Path
 from threading import Lock
 from typing import Any, NamedTuple
@@ -23,7 +22,6 @@ from ....plugins.native.compile import CompilerError
 from ....plugins.native.library import FORMATS, Cache, Layer, Matrix, Model, Pass, address, row_bytes
 from ....plugins.native.packing import PANEL, whole_panels
 from ....plugins.native.processor import KernelError
-from ....plugins.native.round import Round
 from ..base import Ahead, Engine, EngineSpec, ForwardOutput, KVCache, SoloEngine, TokenBatch, check_cache, closed_error
 from ..cache import GrowingKVCache
 from ..limits import available_bytes, cores
@@ -172,13 +170,13 @@ class NativeEngine(SoloEngine):
         caches = check_cache(cache, NativeKVCache), check_cache(draft_cache, NativeKVCache)
         return NativeRounds((self, draft), caches)
 
-    def run_round(self, draft: NativeEngine, wanted: Round) -> None:
-        """Run a round with this engine as the target. Raises EngineError as `score` does."""
+    def run_round(self, draft: NativeEngine, wanted: int) -> None:
+        """Run the round at an address with this engine as the target. Raises EngineError as `score` does."""
         with self._lock, draft._lock:
             if self._handle is None or draft._handle is None:
                 raise closed_error(self.spec if self._handle is None else draft.spec)
             try:
-                self._library.run_round(self._handle, draft._handle, addressof(wanted))
+                self._library.run_round(self._handle, draft._handle, wanted)
             except KernelError as error:
                 raise EngineError(str(error)) from error
 

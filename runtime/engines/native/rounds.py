@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
+from ctypes import addressof
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -13,14 +14,14 @@ from numpy.typing import NDArray
 from ....models import bindings
 from ....models.errors import EngineError
 from ....plugins.native.library import DRAW, RUN, address
+from ....plugins.native.library import Pass as NativePass
 from ....plugins.native.round import (
     COUNTS,
+    GIVEN,
     MOST_COLUMNS,
     MOST_KEPT,
     MOST_NODES,
     MOST_WIDTH,
-    NUMBERS,
-    SHAPE,
     VERIFIERS,
     Cuts,
     Round,
@@ -36,29 +37,28 @@ if TYPE_CHECKING:  # engine.py imports this module
 
 MOST_BYTES = 1 << 28  # of room for distributions: flat ones of large vocabularies are left to the host
 MOST_PREPARED = 64  # shapes and settings that are kept
-ESTIMATES = 96  # of a drawn tree: logarithms by rank and bin, see RoundDraws
 Settings = tuple[float, float, float, float, int]  # the first five of RoundDraws
 LISTS = ("tokens", "parents", "depths", "slots", "accepted")  # by row, in this order
 GREEDY: Settings = (0.0, 0.0, 0.0, 1.0, 0)
+NO_NUMBERS: tuple[Sequence[float], ...] = ((), (), (), ())
 
 
 class RoundSize(NamedTuple):
     """What a round needs room for: rows of the target, those of them that may be truncated, outputs of the draft, and
-    distributions of the draft's columns. numbers: uniform ones, and estimates."""
+    distributions of the draft's columns."""
 
     rows: int
     truncated: int
     outputs: int
     distributions: int
-    numbers: int
 
     @classmethod
-    def of(cls, shape: RoundShape, most_draws: Sequence[int]) -> RoundSize:
+    def of(cls, shape: RoundShape) -> RoundSize:
         rows = shape.size + 1
         nodes = shape.depth * shape.most_drawn if shape.is_tree else 0
         distributions = nodes + rows if shape.is_drawn else 0
         truncated, outputs = 0 if shape.verify == BEST else rows, 1 + (shape.depth - 1) * shape.width
-        return cls(rows, truncated, outputs, distributions, sum(most_draws) + ESTIMATES)
+        return cls(rows, truncated, outputs, distributions)
 
     def num_bytes(self, columns: tuple[int, int]) -> int:
         """Of distributions, and of lists of tokens and their probabilities. columns: V and N."""
@@ -68,12 +68,12 @@ class RoundSize(NamedTuple):
 class Buffers:
     """Memory that the rounds of one text share; each of them overwrites it. target: logits [rows, V], the sums of their
     softmaxes, and the tokens that truncation keeps [truncated, V]. draft: logits [outputs, N], and the likely or the
-    best columns of each row. found: the counts, then tokens, parents, depths, slots and accepted rows [5, rows];
-    measured: seconds [2] and shares [rows]."""
+    best columns of each row. found: the counts, then tokens, parents, depths, slots and accepted rows [5, rows].
+    seconds: of draft and target. shares: [rows]."""
 
     def __init__(self, size: RoundSize, columns: tuple[int, int]) -> None:
         """columns: V and N."""
-        (rows, truncated, outputs, distributions, numbers), (target, draft) = size, columns
+        (rows, truncated, outputs, distributions), (target, draft) = size, columns
         self.size = size
         self.target_logits = np.empty((rows, target), np.float32)
         self.sums = np.empty((rows, -(-target // RUN)))
@@ -82,17 +82,17 @@ class Buffers:
         self.ids, self.probs = np.empty((outputs, draft), np.int64), np.empty((outputs, draft))
         self.logprobs = np.empty((outputs, bindings.top_columns(draft)), np.float32)
         self.room = np.empty(distributions * (draft + 2) + max(columns))
-        self.numbers = np.empty(numbers)
-        self.pending = np.empty(MOST_WIDTH, np.int64)
-        self.found, self.measured = np.empty(COUNTS + 5 * rows, np.int64), np.empty(2 + rows)
+        self.found = array("q", bytes(8 * (COUNTS + 5 * rows)))
+        self.seconds, self.shares = array("d", bytes(16)), array("d", bytes(8 * rows))
 
 
 class Prepared(NamedTuple):
-    """A round of one shape, with the same settings. wanted: the C structure. verify: its place in
-    VERIFIERS. buffers, draws: what it points to."""
+    """A round of one shape, with the same settings. wanted: the C structure. passes: of target and draft, in this
+    structure. place: its address. buffers, draws: what it points to."""
 
     wanted: Round
-    verify: int
+    passes: tuple[NativePass, NativePass]
+    place: int
     buffers: Buffers
     draws: tuple[NDArray[np.void], NDArray[np.void]]
 
@@ -113,6 +113,7 @@ class NativeRounds(Rounds):
         self._fitting: dict[RoundShape, bool] = {}
         self._most_draws: dict[RoundShape, tuple[int, int, int]] = {}
         self._buffers: Buffers | None = None
+        self._structures = tuple(cache.structure for cache in caches)
         self._prepared: dict[tuple[RoundShape, Settings], Prepared] = {}
         self._batch = causal_batch(target, [0], 0)  # says nothing: the round has its own
         self._next: tuple[RoundShape, Sequence[int], RoundDraws | None] | None = None
@@ -140,7 +141,7 @@ class NativeRounds(Rounds):
 
     def _has_passes(self, shape: RoundShape) -> bool:
         """Whether passes and kernels are wide enough, and the room for distributions is not too large."""
-        (target, draft), size = self._engines, RoundSize.of(shape, ())
+        (target, draft), size = self._engines, RoundSize.of(shape)
         nodes = 1 + shape.depth * (shape.size + shape.width)
         few = nodes + shape.size + 2 * MOST_WIDTH <= MOST_NODES and size.rows <= min(MOST_KEPT, target.spec.max_width)
         narrow = shape.width <= min(draft.spec.max_width, MOST_WIDTH) and max(self._columns) <= MOST_COLUMNS
@@ -157,54 +158,52 @@ class NativeRounds(Rounds):
         if self._next is None:
             raise EngineError("the rounds of this text were closed: open others over its caches")
         (shape, pending, draws), (target, draft), (cache, drafts) = self._next, self._engines, self._caches
-        outputs, num_pending = 1 + (shape.depth - 1) * shape.width, len(pending)
+        num_pending = len(pending)
         cache.make_room(shape.size + 1)
-        drafts.make_room(num_pending + outputs - 1)
-        wanted, verify, buffers, _ = self._wanted(shape, draws)
-        buffers.pending[:num_pending] = pending
-        if draws is not None:
-            given = array("d", draws.draft)
-            for numbers in (draws.tests, draws.last, draws.estimates):
-                given.extend(numbers)
-            buffers.numbers[: len(given)] = given
-        fields = shape.depth, shape.size, shape.width, verify, shape.is_drawn, shape.is_tree, num_pending, outputs
-        SHAPE.pack_into(wanted, 0, *fields)
-        for each, of in ((wanted.target, cache), (wanted.draft, drafts)):
-            each.length, each.cache = of.length, of.structure
-        target.run_round(draft, wanted)
+        drafts.make_room(num_pending + (shape.depth - 1) * shape.width)
+        wanted, passes, place, buffers, _ = self._wanted(shape, draws)
+        numbers = NO_NUMBERS if draws is None else draws[5:]
+        root_last, given = array("q", pending), [array("d", each) for each in numbers]  # they live as long as the round
+        places = root_last.buffer_info()[0], *(each.buffer_info()[0] for each in given)
+        GIVEN.pack_into(wanted, Round.pending_tokens.offset, *places)
+        wanted.pending = num_pending
+        passes[0].length, passes[1].length = cache.length, drafts.length
+        target.run_round(draft, place)
         self.outcome = self._found(buffers, num_pending)
 
     def _found(self, buffers: Buffers, num_pending: int) -> RoundOutcome:
         """What the round has found. The kernels have put the accepted rows in their places."""
-        (cache, drafts), found, rows = self._caches, buffers.found.tolist(), buffers.size.rows
-        count, num_accepted, next_token, passes, scored, read, *used = found[:COUNTS]
+        (cache, drafts), found, rows = self._caches, buffers.found, buffers.size.rows
+        count, num_accepted, next_token, passes, scored, read, drawn, tested, chosen = found[:COUNTS]
         cache.advance(1 + num_accepted)
         drafts.advance(num_pending + read)
-        tokens, parents, depths, _, accepted = (found[at : at + rows] for at in range(COUNTS, len(found), rows))
-        draft_seconds, target_seconds, *shares = buffers.measured[: 2 + count].tolist()
+        tokens, parents, depths, _, accepted = range(COUNTS, len(found), rows)
         return RoundOutcome(
-            tuple(tokens[:count]),
-            tuple(parents[:count]),
-            tuple(depths[:count]),
-            tuple(shares),
-            tuple(accepted[:num_accepted]),
+            tuple(found[tokens : tokens + count]),
+            tuple(found[parents : parents + count]),
+            tuple(found[depths : depths + count]),
+            tuple(buffers.shares[:count]),
+            tuple(found[accepted : accepted + num_accepted]),
             next_token,
             read,
-            tuple(used),
+            (drawn, tested, chosen),
             1 + passes,
             num_pending + scored,
-            (draft_seconds, target_seconds),
+            (buffers.seconds[0], buffers.seconds[1]),
         )
 
     def _wanted(self, shape: RoundShape, draws: RoundDraws | None) -> Prepared:
         """A round of this shape with these settings. The buffers are made anew where the shape needs larger ones."""
-        settings = GREEDY if draws is None else draws[:5]
+        (cache, drafts), settings = self._caches, GREEDY if draws is None else draws[:5]
+        if self._structures != (cache.structure, drafts.structure):  # one has grown
+            self._structures = cache.structure, drafts.structure
+            self._prepared.clear()
         key = shape, settings
         prepared = self._prepared.get(key)
         if prepared is None:
             if len(self._prepared) == MOST_PREPARED:
                 self._prepared.clear()
-            size, made = RoundSize.of(shape, self.most_draws(shape)), self._buffers
+            size, made = RoundSize.of(shape), self._buffers
             if made is None or any(least > there for least, there in zip(size, made.size, strict=True)):
                 self._prepared.clear()
                 size = size if made is None else RoundSize(*map(max, size, made.size))
@@ -226,22 +225,22 @@ class NativeRounds(Rounds):
             target["ids"][: size.truncated] = rows_of(buffers.kept_ids)
             target["weights"][: size.truncated] = rows_of(buffers.kept_probs)
         draft["ids"], draft["weights"] = rows_of(buffers.ids), rows_of(buffers.probs)
-        found, rows, measured = address(buffers.found) or 0, 8 * buffers.size.rows, address(buffers.measured) or 0
-        lists = range(found + 8 * COUNTS, found + 8 * COUNTS + 5 * rows, rows)
-        wanted = Round(counts=found, seconds=measured, shares=measured + 16, **dict(zip(LISTS, lists, strict=True)))
-        places = [address(buffers.numbers) or 0]
-        for count in self.most_draws(shape):
-            places.append(places[-1] + 8 * count)
-        NUMBERS.pack_into(wanted, Round.numbers.offset, *places)
+        found, seconds, shares = (each.buffer_info()[0] for each in (buffers.found, buffers.seconds, buffers.shares))
+        lists = range(found + 8 * COUNTS, found + 8 * len(buffers.found), 8 * size.rows)
+        numbers = shape.depth, shape.size, shape.width, VERIFIERS.index(shape.verify), shape.is_drawn, shape.is_tree
+        wanted = Round(*numbers, outputs=1 + (shape.depth - 1) * shape.width)
+        wanted.counts, wanted.seconds, wanted.shares = found, seconds, shares
+        for name, at in zip(LISTS, lists, strict=True):
+            setattr(wanted, name, at)
         wanted.names, wanted.room = address(self._names), address(buffers.room)
         wanted.cuts = Cuts(top_p, min_p, top_k)
-        wanted.pending_tokens = address(buffers.pending)
+        wanted.target.cache, wanted.draft.cache = self._structures
         wanted.target.logits, wanted.target.draws = address(buffers.target_logits), address(target)
         wanted.draft.logits, wanted.draft.draws = address(buffers.draft_logits), address(draft)
         if not shape.is_drawn:
             wanted.draft.top = bindings.top_columns(self._columns[1])
             wanted.draft.ids, wanted.draft.logprobs = address(buffers.ids), address(buffers.logprobs)
-        return Prepared(wanted, VERIFIERS.index(shape.verify), buffers, (target, draft))
+        return Prepared(wanted, (wanted.target, wanted.draft), addressof(wanted), buffers, (target, draft))
 
     def close(self) -> None:
         """See Rounds.close."""

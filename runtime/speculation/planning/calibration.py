@@ -10,6 +10,7 @@ the round's own draws.
 from __future__ import annotations
 
 import math
+from array import array
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -40,17 +41,18 @@ class Calibration:
         self._accepted = [[0] * BINS for _ in range(RANKS)]
         self._offered = [[0] * BINS for _ in range(RANKS)]
         self._estimates = [self._estimated(rank) for rank in range(RANKS)]
-        self._logs: list[list[float]] = [[] for _ in range(RANKS)]  # of the estimates, once they are asked for
+        self._logs, self._unknown = array("d", bytes(8 * 2 * RANKS * BINS)), set(range(RANKS))
 
     def __call__(self, rank: int, share: float) -> float:
         return self._estimates[min(rank, RANKS - 1)][bin_of(share)]
 
-    def logs(self) -> list[float]:
+    def logs(self) -> array[float]:
         """log a and log (1 - a) of each estimate a, by rank and bin."""
-        for logs, estimates in zip(self._logs, self._estimates, strict=True):
-            if not logs:
-                logs += (each for cell in estimates for each in (math.log(cell), math.log1p(-cell)))
-        return [each for logs in self._logs for each in logs]
+        for rank in self._unknown:
+            logs = [each for a in self._estimates[rank] for each in (math.log(a), math.log1p(-a))]
+            self._logs[rank * len(logs) : (rank + 1) * len(logs)] = array("d", logs)
+        self._unknown.clear()
+        return self._logs[:]
 
     def _estimated(self, rank: int) -> list[float]:
         """The estimates of a rank's cells. Each cell's prior is the estimate of its whole rank, whose prior is
@@ -76,9 +78,9 @@ class Calibration:
                 if child in kept:
                     self._accepted[counted][cell] += 1
                     break
+        self._unknown |= ranks
         for rank in ranks:
             self._estimates[rank] = self._estimated(rank)
-            self._logs[rank] = []
 
 
 def bin_of(share: float) -> int:

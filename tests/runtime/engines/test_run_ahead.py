@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
@@ -75,8 +76,8 @@ def written(pair: Pair, config: SpeculativeConfig, setting: dict[str, float], st
 class Misleading(SeededStream):
     """Tells other numbers than those with which it draws."""
 
-    def ahead(self, count: int) -> list[float]:
-        return [1 - number for number in super().ahead(count)]
+    def ahead(self, count: int) -> array[float]:
+        return array("d", (1 - number for number in super().ahead(count)))
 
 
 @pytest.mark.parametrize("setting", SETTINGS, ids=str)
