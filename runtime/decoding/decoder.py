@@ -42,7 +42,7 @@ from .round import (
     propose_found,
 )
 from .stats import SpecDecodeStats
-from .whole_rounds import acceptance_of, run_whole, shape_of, tree_of
+from .whole_rounds import run_whole, shape_of
 
 Verified = tuple[ForwardOutput, Acceptance]
 
@@ -168,8 +168,8 @@ class SpeculativeDecoder:
         """Run one round: propose, verify, commit, learn."""
         plan = self._plan(request)
         shape = self._whole_shape(request, plan)
-        if shape is not None:
-            return (yield from self._whole_round(request, plan, shape))
+        if shape is not None and self._rounds is not None and self._proposer is not None:
+            return (yield from run_whole(self._rounds, self._proposer, request, plan, shape))
         proposal = yield from self._propose(request, plan)
         output, acceptance = yield from self._verify(request, plan, proposal.tree)
         request.time_pass(len(proposal.tree))
@@ -194,16 +194,6 @@ class SpeculativeDecoder:
         may_end = self._rounds.end_early or (plan is not None and rules.shape is not None and rules.shape.is_tree)
         shape = shape_of(rules.shape, params, request.tokens_left, may_end)
         return shape if shape is not None and self._rounds.fits(shape, len(self._proposer.pending)) else None
-
-    def _whole_round(self, request: RequestState, plan: RoundPlan | None, shape: RoundShape) -> Passes[Outcome]:
-        """The same round, which an engine runs as a whole."""
-        assert self._rounds is not None and self._proposer is not None, "see _whole_shape"
-        output, outcome = yield from run_whole(self._rounds, shape, self._proposer.pending, request)
-        tree, acceptance = tree_of(outcome), acceptance_of(outcome)
-        token_ids = [*map(tree.token_ids.__getitem__, acceptance.rows), acceptance.next_token]
-        self._proposer.follow(outcome, token_ids)
-        request.learn(plan, tree, acceptance, token_ids)
-        return Outcome(plan, tree, output.logits, acceptance, token_ids, None)
 
     def _begin(
         self, prompt: Sequence[int], sampler: Sampler, streams: RandomStreams, observed: bool

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from time import perf_counter
 from typing import TYPE_CHECKING
 
-from ..engines.base import ForwardOutput
 from ..engines.passes import Passes
 from ..engines.rounds import RoundDraws, RoundOutcome, Rounds, RoundShape
 from ..sampling.params import SamplingParams
@@ -14,30 +13,37 @@ from ..sampling.random import HasUniforms, RandomStreams
 from ..sampling.sampler import NEGLIGIBLE
 from ..speculation.graph.token_tree import TokenTree
 from ..speculation.planning.calibration import Calibration
+from ..speculation.planning.controller import RoundPlan
+from ..speculation.proposer import DraftProposer
 from ..speculation.verifier import Acceptance
+from .round import Outcome
 
 if TYPE_CHECKING:  # request_state.py imports this module
     from .request_state import RequestState
 
 
 def run_whole(
-    rounds: Rounds, shape: RoundShape, pending: Sequence[int], request: RequestState
-) -> Passes[tuple[ForwardOutput, RoundOutcome]]:
-    """Run a round, and measure it. pending: see Rounds.prepare. Returns the output of its pass, and what it found."""
-    most, begin = rounds.most_draws(shape), perf_counter()
-    draws = None
+    rounds: Rounds, proposer: DraftProposer, request: RequestState, plan: RoundPlan | None, shape: RoundShape
+) -> Passes[Outcome]:
+    """Run a round of this shape, measure it, and learn from it."""
+    begin, draws = perf_counter(), None
     if not request.greedy:
+        most = rounds.most_draws(shape)
         draws = draws_of(shape, most, request.sampler.params, request.uniforms, request.calibration)
-    output = yield rounds.prepare(shape, pending, draws)
-    outcome = rounds.outcome
-    if outcome.seconds is None:
+    output = yield rounds.prepare(shape, proposer.pending, draws)
+    found = rounds.outcome
+    if found.seconds is None:
         request.scoring.add(perf_counter() - begin)
     else:
-        request.scoring.add(outcome.seconds[1])
-        request.time_pass(len(outcome.token_ids))
+        request.scoring.add(found.seconds[1])
+        request.time_pass(len(found.token_ids))
     if draws is not None:
-        use_draws(outcome, request.uniforms)
-    return output, outcome
+        use_draws(found, request.uniforms)
+    tree, acceptance = tree_of(found), acceptance_of(found)
+    token_ids = [*map(found.token_ids.__getitem__, found.accepted), found.next_token]
+    proposer.follow(found, token_ids)
+    request.learn(plan, tree, acceptance, token_ids)
+    return Outcome(plan, tree, output.logits, acceptance, token_ids, None)
 
 
 def tree_of(outcome: RoundOutcome) -> TokenTree:
