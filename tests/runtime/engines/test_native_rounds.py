@@ -71,7 +71,7 @@ SETTINGS: tuple[dict[str, Any], ...] = (  # at a temperature of 4 more than BLOC
     {"temperature": 4.0},
     {"temperature": 0.7, "top_p": 0.9},
     {"temperature": 1.0, "top_p": 0.9999},
-    {"temperature": 4.0, "top_k": 900, "top_p": 0.95},
+    {"temperature": 0.4, "top_k": 900},
     {"temperature": 0.7, "min_p": 0.05, "top_k": 40},
 )
 
