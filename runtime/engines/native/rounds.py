@@ -87,7 +87,7 @@ class Buffers:
 
 
 class Prepared(NamedTuple):
-    """A round of one shape, with the same settings. wanted: the C structure. verify: its place in
+    """A round of one shape and with the same settings. wanted: the C structure. verify: its place in
     VERIFIERS. buffers, draws: what it points to."""
 
     wanted: Round
