@@ -49,13 +49,13 @@ static struct row row_at(struct scored *scored, int row) {
     return p;
 }
 
-/* End behind a row, with a token that is drawn from what its residual has of the tokens that are left. */
+/* Draw a token from R, which has the tokens that are left alone. */
 static void settle_kept(struct scored *scored, const struct draw *p, const struct offers *offers) {
     residual_of_kept(p, offers, scored->room);
     scored->token = p->ids[categorical(scored->room, p->count, &scored->choices)];
 }
 
-/* The same from its residual. */
+/* End behind a row, with a token that is drawn from its residual. */
 static void settle(struct scored *scored, int row, const struct offers *offers) {
     const struct row p = row_at(scored, row);
     double masses[MOST_CATEGORIES * 2], chosen[RUN];

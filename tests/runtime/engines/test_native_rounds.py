@@ -71,7 +71,7 @@ SETTINGS: tuple[dict[str, Any], ...] = (  # at a temperature of 4 more than BLOC
     {"temperature": 4.0},
     {"temperature": 0.7, "top_p": 0.9},
     {"temperature": 1.0, "top_p": 0.9999},
-    {"temperature": 4.0, "top_k": 900, "top_p": 0.95},
+    {"temperature": 0.4, "top_k": 900},
     {"temperature": 0.7, "min_p": 0.05, "top_k": 40},
 )
 
@@ -269,8 +269,13 @@ def test_what_fits(pair: Pair) -> None:
         rounds.run()
 
 
-@pytest.mark.parametrize(("role", "temperature"), [(0, 0.0), (0, 0.7), (1, 0.7)])
-def test_logits_that_are_no_numbers_are_an_error(role: int, temperature: float, pair: Pair) -> None:
+@pytest.mark.parametrize(
+    ("role", "temperature", "top_p", "top_k"),
+    [(0, 0.0, 1.0, 0), (0, 0.7, 1.0, 0), (0, 0.7, 0.9, 0), (0, 0.7, 1.0, 3), (1, 0.7, 1.0, 0), (1, 0.7, 0.9, 3)],
+)
+def test_logits_that_are_no_numbers_are_an_error(
+    role: int, temperature: float, top_p: float, top_k: int, pair: Pair
+) -> None:
     rounds, caches = rounds_of(pair)
     for cache in caches:
         cache.make_room(1)
@@ -278,7 +283,7 @@ def test_logits_that_are_no_numbers_are_an_error(role: int, temperature: float, 
     caches[role].values[...] = np.nan
     shape = RoundShape(2, 2, 1, BLOCK if temperature else BEST, is_drawn=bool(temperature))
     draft, tests, last = ([0.5] * count for count in rounds.most_draws(shape))
-    draws = RoundDraws(temperature, 1e-4, 0.0, 1.0, 0, draft, tests, last) if temperature else None
+    draws = RoundDraws(temperature, 1e-4, 0.0, top_p, top_k, draft, tests, last) if temperature else None
     assert rounds.fits(shape, 1)
     with pytest.raises(EngineError, match="NaN or infinite"):
         rounds.prepare(shape, [7], draws).run()
