@@ -185,7 +185,7 @@ class SpeculativeDecoder:
             return None
         if not request.greedy and not request.uniforms:
             return None
-        if plan is not None and (plan.given or not plan.depth):
+        if (plan is not None and (plan.given or not plan.depth)) or (self._sharing() > 1 and not self._rounds.join):
             return None
         if self._proposer.outgrown:
             return None

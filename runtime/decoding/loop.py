@@ -13,7 +13,8 @@ from typing import Generic
 from ...models.bindings import DRAFT
 from ..engines.base import EngineSpec, ForwardOutput, Pass
 from ..engines.shared.memory import CacheBudget, OutOfMemoryError
-from ..engines.shared.pool import PooledEngine, PooledKVCache
+from ..engines.shared.pool import PooledEngine
+from ..engines.shared.sequence import PooledKVCache
 from .job import C, J, Job, JobEvent
 from .pace import Pace, count_rows
 from .scheduler import Scheduler
@@ -132,7 +133,9 @@ class Loop(Generic[J, C]):
             for job, wanted in zip(served, passes, strict=True):
                 yield from self._run_alone(job, wanted)
             return
-        if self._watch is not None and passes[0].engine.spec.role != DRAFT and all(job.writes for job in served):
+        engine = passes[0].engine
+        watched = engine.spec.role != DRAFT and not engine.runs_rounds and all(job.writes for job in served)
+        if self._watch is not None and watched:
             context = sum(each.cache.length for each in passes) // len(passes)
             self._watch(count_rows(passes), len(passes), context, perf_counter() - start)
         self._freed = False

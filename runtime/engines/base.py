@@ -22,7 +22,7 @@ from ..sampling.softmax import Softmax, Wanted
 from .compatibility import TensorRTPlan
 
 if TYPE_CHECKING:  # rounds.py imports this module
-    from .rounds import Rounds
+    from .rounds import Rounds, TextRows
 
 C = TypeVar("C", bound="KVCache")
 
@@ -236,6 +236,7 @@ class Engine(ABC):
 
     spec: EngineSpec  # does not change while the engine is open
     runs_ahead = False  # whether it computes `TokenBatch.ahead`
+    runs_rounds = False  # whether its passes are whole rounds, whatever their batches say
 
     @abstractmethod
     def new_cache(self) -> KVCache:
@@ -270,6 +271,10 @@ class Engine(ABC):
 
     def rounds(self, cache: KVCache, draft: Engine, draft_cache: KVCache) -> Rounds | None:
         """Whole rounds over a cache of this engine and a cache of `draft`, or None where the two engines cannot."""
+        return None
+
+    def rounds_over(self, rows: TextRows, draft: Engine, draft_rows: TextRows) -> Rounds | None:
+        """The same over the rows of one text among those of others."""
         return None
 
 

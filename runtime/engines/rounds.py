@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
-from .base import Pass
+import numpy as np
+from numpy.typing import NDArray
+
+from .base import KVCache, Pass
 
 BEST, MATCH, BLOCK = "best", "match", "block"  # how a round is verified; BEST: `match` at temperature 0
 TRAVERSAL, REJECTION = "traversal", "rejection"
@@ -96,6 +99,37 @@ class RoundOutcome(NamedTuple):
     draft_passes: int
     draft_rows: int
     seconds: tuple[float, float] | None = None
+
+
+class Block(NamedTuple):
+    """Where the rows of a round go: slots that follow each other from `start` on. length: slots of which the text sees
+    all. visible: bool [start - length], by slot behind those, whether the text sees it. position: of the first row."""
+
+    start: int
+    length: int
+    visible: NDArray[np.bool_]
+    position: int
+
+
+class TextRows(Protocol):
+    """The rows of one text in a cache of its own, or in one that texts share."""
+
+    @property
+    def cache(self) -> KVCache:
+        """Of the text."""
+
+    @property
+    def storage(self) -> KVCache:
+        """What holds the rows."""
+
+    def has_room(self, rows: int) -> bool:
+        """Whether so many rows fit into a block."""
+
+    def reserve(self, rows: int) -> Block:
+        """A block for so many rows. Raises EngineError where they do not fit."""
+
+    def commit(self, token_ids: Sequence[int]) -> None:
+        """Append the first rows of the last block to the text. token_ids: of these rows."""
 
 
 class Rounds(ABC):

@@ -25,7 +25,8 @@ static int run_proposal(struct engine *target, struct engine *draft, struct cach
     const int outputs = 1 + (what->depth - 1) * what->width, runs = (vocab + RUN - 1) / RUN;
     const int drawn = what->depth * (what->is_tree ? what->size + what->width : 1) * 2, top = columns < 8 ? columns : 8;
     const int cells = (what->is_drawn ? (drawn + rows) * (columns + 2) : 0) + vocab, most[] = {drawn, rows + what->depth, 3 * rows};
-    struct round round = {what->depth, what->size, what->width, what->verify, what->is_drawn, what->is_tree, pending, outputs};
+    struct round round = {what->depth, what->size, what->width, what->verify, what->is_drawn, what->is_tree, outputs, pending,
+                          {length, length + 1 - pending}};
     struct draw *target_draws = calloc(rows, sizeof *target_draws), *draft_draws = calloc(outputs, sizeof *draft_draws);
     double *sums = malloc((size_t)rows * runs * sizeof *sums), *probs = malloc((size_t)outputs * columns * sizeof *probs);
     int64_t *ids = malloc((size_t)outputs * columns * sizeof *ids), *lists[5];
@@ -52,8 +53,8 @@ static int run_proposal(struct engine *target, struct engine *draft, struct cach
     double *seconds = malloc(2 * sizeof *seconds), *shares = malloc(rows * sizeof *shares), *room = malloc(cells * sizeof *room);
     float *logits = malloc((size_t)rows * vocab * sizeof *logits), *drafted = malloc((size_t)outputs * columns * sizeof *drafted);
     float *logprobs = malloc((size_t)outputs * top * sizeof *logprobs);
-    round.target = (struct pass){.length = length, .cache = caches[0], .logits = logits, .draws = target_draws};
-    round.draft = (struct pass){.length = length + 1 - pending, .cache = caches[1], .logits = drafted, .draws = draft_draws};
+    round.target = (struct pass){.length = length, .start = length, .cache = caches[0], .logits = logits, .draws = target_draws};
+    round.draft = (struct pass){.length = length + 1 - pending, .start = length + 1 - pending, .cache = caches[1], .logits = drafted, .draws = draft_draws};
     if (!what->is_drawn) round.draft.top = top, round.draft.ids = ids, round.draft.logprobs = logprobs;
     round.pending_tokens = tokens, round.names = names, round.estimates = estimates, round.room = room;
     round.cuts = *cuts;

@@ -5,12 +5,13 @@
 #include "commit.h"
 #include "verification.h"
 
-#define NO_NUMBERS 6 /* refusals, see library.py */
+#define NO_MEMORY 1 /* refusals, see library.py */
+#define NO_NUMBERS 6
 #define NO_ROOM 7
-#define MOST_MASK (1 << 16)
 
 /* depth, size, width, verify, is_drawn, is_tree: see RoundShape of runtime/engines/rounds.py. pending: the tokens that
- * the draft reads first, the root last. outputs: of the draft, for which there is room. target, draft: passes without
+ * the draft reads first, the root last. positions: of the first rows of target and draft. outputs: of the draft, for
+ * which there is room. visible: by slot from a pass's `length` to its `start`, whether the text sees it. target, draft: passes without
  * rows, with room for their results: `logits`, `draws`, and for chosen tokens `ids` and `logprobs`. names: of the
  * draft's columns, or null. numbers: for the draft, for tests, and for the target's own tokens. room: for distributions,
  * and a row more of either model. cuts: the tokens that are left out; the target's draws then have room for a row, too.
@@ -19,10 +20,11 @@
  * counts: see COUNTS. seconds: of the passes of draft and target. tokens, parents, depths, slots, shares [size + 1]: of the
  * rows; slots: in the draft's cache, behind the committed rows. accepted [depth]: rows. */
 struct round {
-    int32_t depth, size, width, verify, is_drawn, is_tree, pending, outputs;
-    struct pass target, draft;
+    int32_t depth, size, width, verify, is_drawn, is_tree, outputs, pending, positions[2];
     const int64_t *pending_tokens;
     const double *numbers[3], *estimates;
+    const uint8_t *visible[2];
+    struct pass target, draft;
     const int64_t *names;
     double *room;
     struct cuts cuts;
@@ -57,22 +59,33 @@ static int candidates_of(const struct round *round, const struct tree *tree, int
     return 1;
 }
 
+/* The mask of a pass's rows behind `slots` others of this round, of which they see none yet; null without memory. */
+static uint8_t *mask_of(struct pass *pass, const uint8_t *visible, int slots) {
+    const int before = pass->start - slots - pass->length;
+    pass->columns = before + slots + pass->rows;
+    uint8_t *mask = allocate((size_t)pass->rows * pass->columns);
+    for (int row = 0; mask && before && row < pass->rows; row++)
+        memcpy(mask + (size_t)row * pass->columns, visible, before);
+    pass->mask = mask;
+    return mask;
+}
+
 /* The draft's pass over `count` nodes, whose outputs begin at `first`; the root is the last of the pending tokens. */
 static int score_layer(struct engine *draft, struct round *round, struct tree *tree, const int *nodes, int count,
                        int first) {
     const int is_root = nodes[0] == ROOT, rows = is_root ? round->pending : count;
-    const int slots = is_root ? 0 : round->pending + first - 1, columns = slots + rows;
+    const int slots = is_root ? 0 : round->pending + first - 1;
     int64_t tokens[MOST_WIDTH], positions[MOST_WIDTH], outputs[MOST_WIDTH], each[MOST_WIDTH];
-    uint8_t mask[MOST_MASK];
     struct pass pass = round->draft;
-    if (columns * rows > MOST_MASK) return NO_ROOM;
-    memset(mask, 0, (size_t)columns * rows);
+    pass.start += slots, pass.rows = rows;
+    uint8_t *mask = mask_of(&pass, round->visible[1], slots);
+    if (!mask) return NO_MEMORY;
     for (int row = 0; row < rows; row++) {
-        uint8_t *visible = mask + (size_t)row * columns;
+        uint8_t *visible = mask + (size_t)(row + 1) * pass.columns - slots - rows;
         outputs[row] = is_root ? rows - 1 : row;
         memset(visible, 1, is_root ? row + 1 : round->pending);
         tokens[row] = is_root ? round->pending_tokens[row] : tree->nodes[nodes[row]].token;
-        positions[row] = pass.length + (is_root ? row : round->pending - 1 + tree->nodes[nodes[row]].depth);
+        positions[row] = round->positions[1] + (is_root ? row : round->pending - 1 + tree->nodes[nodes[row]].depth);
         if (is_root) continue;
         tree->nodes[nodes[row]].slot = slots + row;
         for (int node = nodes[row]; node != ROOT; node = tree->nodes[node].parent) visible[tree->nodes[node].slot] = 1;
@@ -82,15 +95,16 @@ static int score_layer(struct engine *draft, struct round *round, struct tree *t
         each[at] = at;
     }
     round->counts[PASSES] += !is_root, round->counts[SCORED] += is_root ? 0 : count;
-    pass.rows = rows, pass.outputs = count, pass.start = pass.length + slots, pass.columns = columns;
-    pass.tokens = tokens, pass.positions = positions, pass.output_rows = outputs, pass.mask = mask;
+    pass.outputs = count, pass.tokens = tokens, pass.positions = positions, pass.output_rows = outputs;
     pass.logits += (size_t)first * draft->model.head.outputs;
     if (round->is_drawn) {
         pass.draws += first, pass.drawn = count, pass.draw_outputs = each;
     } else {
         pass.ids += (size_t)first * pass.top, pass.logprobs += (size_t)first * pass.top;
     }
-    return time_pass(draft, &pass, round->seconds);
+    const int refusal = time_pass(draft, &pass, round->seconds);
+    release(mask);
+    return refusal;
 }
 
 /* Grow the tree; 0, or a refusal. q: set for the draft's outputs. */
@@ -120,24 +134,25 @@ static int score_rows(struct engine *target, struct round *round, const struct t
                       const int *row_of) {
     const int count = (int)round->counts[ROWS];
     int64_t positions[MOST_KEPT], path[MOST_KEPT], each[MOST_KEPT];
-    uint8_t mask[MOST_MASK];
     struct draw prepared[MOST_KEPT];
     struct pass pass = round->target;
-    memset(mask, 0, (size_t)count * count);
+    pass.rows = pass.outputs = count;
+    uint8_t *mask = mask_of(&pass, round->visible[0], 0);
+    if (!mask) return NO_MEMORY;
     for (int row = 0; row < count; row++) {
+        uint8_t *visible = mask + (size_t)(row + 1) * pass.columns - count;
         const struct node *node = tree->nodes + rows[row];
         round->tokens[row] = node->token;
         round->parents[row] = row ? row_of[node->parent] : -1;
         round->depths[row] = node->depth;
         round->slots[row] = node->slot;
         round->shares[row] = node->share;
-        positions[row] = pass.length + node->depth;
-        for (int at = row; at >= 0; at = (int)round->parents[at]) mask[row * count + at] = 1;
+        positions[row] = round->positions[0] + node->depth;
+        for (int at = row; at >= 0; at = (int)round->parents[at]) visible[at] = 1;
         pass.draws[row].total = pass.draws[row].count = UNREAD;
         each[row] = row;
     }
-    pass.rows = pass.outputs = pass.columns = count, pass.start = pass.length;
-    pass.tokens = round->tokens, pass.positions = positions, pass.output_rows = each, pass.mask = mask;
+    pass.tokens = round->tokens, pass.positions = positions, pass.output_rows = each;
     pass.drawn = count, pass.draw_outputs = each;
     if (pass.draws->temperature != 0) {
         pass.drawn = 0;
@@ -149,17 +164,18 @@ static int score_rows(struct engine *target, struct round *round, const struct t
         pass.draws = prepared, pass.draw_outputs = path;
     }
     const int refusal = time_pass(target, &pass, round->seconds + 1);
+    release(mask);
     for (int at = 0; pass.draws == prepared && at < pass.drawn; at++) round->target.draws[path[at]] = prepared[at];
     return refusal;
 }
 
-/* Put slots of a pass's cache behind the committed rows, in this order. The first of them may be there already. */
+/* Move slots of a round to its first ones, in this order. The first of them may be there already. */
 static int move_behind(struct engine *engine, const struct pass *pass, const int64_t *slots, int count) {
     int64_t moved[MOST_WIDTH + MOST_KEPT];
     int placed = 0;
     while (placed < count && slots[placed] == placed) placed++;
-    for (int at = placed; at < count; at++) moved[at - placed] = pass->length + slots[at];
-    return draftwood_move(engine, &pass->cache, pass->length + placed, moved, count - placed);
+    for (int at = placed; at < count; at++) moved[at - placed] = pass->start + slots[at];
+    return draftwood_move(engine, &pass->cache, pass->start + placed, moved, count - placed);
 }
 
 /* Keep the accepted rows in both caches. */

@@ -25,8 +25,8 @@ from ....plugins.native.processor import KernelError
 from ..base import Ahead, Engine, EngineSpec, ForwardOutput, KVCache, SoloEngine, TokenBatch, check_cache, closed_error
 from ..cache import GrowingKVCache
 from ..limits import available_bytes, cores
-from ..rounds import Rounds
-from .rounds import NativeRounds
+from ..rounds import Rounds, TextRows
+from .rounds import NativeRounds, OwnRows
 from .softmax import NativeSoftmax, PreparedRows
 from .weights import ACCEPTANCE, packed_network, packed_rows, precision_of, read_weights
 
@@ -64,10 +64,10 @@ class NativeKVCache(GrowingKVCache):
             self._results[outputs] = self._engine.results(outputs, self)
         return self._results[outputs]
 
-    def make_room(self, rows: int) -> None:
-        """Allocate slots for so many rows behind the committed ones. Raises EngineError beyond the limit of slots."""
-        if self.length + rows > self.capacity:
-            self._grow(self.length + rows, self.length)
+    def make_room(self, slots: int) -> None:
+        """Allocate so many slots. Raises EngineError beyond their limit."""
+        if slots > self.capacity:
+            self._grow(slots, self.length + self.speculative)
 
     def _allocate(self, capacity: int) -> None:
         model, stored = self._spec.model, self._spec.cache_precision
@@ -167,8 +167,15 @@ class NativeEngine(SoloEngine):
         """See Engine.rounds: with a native draft."""
         if not isinstance(draft, NativeEngine):
             return None
-        caches = check_cache(cache, NativeKVCache), check_cache(draft_cache, NativeKVCache)
-        return NativeRounds((self, draft), caches)
+        own, other = check_cache(cache, NativeKVCache), check_cache(draft_cache, NativeKVCache)
+        return self.rounds_over(OwnRows(own, self.spec.capacity), draft, OwnRows(other, draft.spec.capacity))
+
+    def rounds_over(self, rows: TextRows, draft: Engine, draft_rows: TextRows) -> Rounds | None:
+        """See Engine.rounds_over: with a native draft."""
+        if not isinstance(draft, NativeEngine):
+            return None
+        storages = check_cache(rows.storage, NativeKVCache), check_cache(draft_rows.storage, NativeKVCache)
+        return NativeRounds((self, draft), (rows, draft_rows), storages)
 
     def run_round(self, draft: NativeEngine, wanted: int) -> None:
         """Run the round at an address with this engine as the target. Raises EngineError as `score` does."""

@@ -30,7 +30,7 @@ from ...sampling.random import BLOCK
 from ...sampling.sampler import wanted_by
 from ..base import Engine, ForwardOutput, KVCache, Pass
 from ..passes import causal_batch
-from ..rounds import BEST, RoundDraws, RoundOutcome, Rounds, RoundShape
+from ..rounds import BEST, Block, RoundDraws, RoundOutcome, Rounds, RoundShape, TextRows
 
 if TYPE_CHECKING:  # engine.py imports this module
     from .engine import NativeEngine, NativeKVCache
@@ -40,6 +40,7 @@ MOST_PREPARED = 64  # shapes and settings that are kept
 Settings = tuple[float, float, float, float, int]  # the first five of RoundDraws
 LISTS = ("tokens", "parents", "depths", "slots", "accepted")  # by row, in this order
 GREEDY: Settings = (0.0, 0.0, 0.0, 1.0, 0)
+NONE_BEFORE: NDArray[np.bool_] = np.zeros(0, np.bool_)
 NO_NUMBERS: tuple[Sequence[float], ...] = ((), (), (), ())
 
 
@@ -104,16 +105,21 @@ class NativeRounds(Rounds):
     end_early = True
     looks_up = True
 
-    def __init__(self, engines: tuple[NativeEngine, NativeEngine], caches: tuple[NativeKVCache, NativeKVCache]) -> None:
-        """engines, caches: of the target and of the draft."""
-        self._engines, self._caches = engines, caches
+    def __init__(
+        self,
+        engines: tuple[NativeEngine, NativeEngine],
+        rows: tuple[TextRows, TextRows],
+        storages: tuple[NativeKVCache, NativeKVCache],
+    ) -> None:
+        """engines, rows: of the target and of the draft. storages: of these rows."""
+        self._engines, self._rows, self._storages = engines, rows, storages
         target, draft = (engine.spec for engine in engines)
         self._columns = target.model.num_logits, draft.model.num_logits
         self._names = np.array(draft.kept_tokens, np.int64) if draft.kept_tokens else None
         self._fitting: dict[RoundShape, bool] = {}
         self._most_draws: dict[RoundShape, tuple[int, int, int]] = {}
         self._buffers: Buffers | None = None
-        self._structures = tuple(cache.structure for cache in caches)
+        self._structures = storages[0].structure, storages[1].structure
         self._prepared: dict[tuple[RoundShape, Settings], Prepared] = {}
         self._batch = causal_batch(target, [0], 0)  # says nothing: the round has its own
         self._next: tuple[RoundShape, Sequence[int], RoundDraws | None] | None = None
@@ -131,12 +137,11 @@ class NativeRounds(Rounds):
         """See Rounds.fits."""
         if shape not in self._fitting:
             self._fitting[shape] = self._has_passes(shape)
-        (target, draft), (cache, drafts) = self._engines, self._caches
         return (
             self._fitting[shape]
-            and 0 < num_pending <= min(draft.spec.max_width, MOST_WIDTH)
-            and cache.length + shape.size + 1 <= target.spec.capacity
-            and drafts.length + num_pending + (shape.depth - 1) * shape.width <= draft.spec.capacity
+            and 0 < num_pending <= min(self._engines[1].spec.max_width, MOST_WIDTH)
+            and self._rows[0].has_room(shape.size + 1)
+            and self._rows[1].has_room(num_pending + (shape.depth - 1) * shape.width)
         )
 
     def _has_passes(self, shape: RoundShape) -> bool:
@@ -151,52 +156,32 @@ class NativeRounds(Rounds):
     def prepare(self, shape: RoundShape, pending: Sequence[int], draws: RoundDraws | None = None) -> Pass:
         """See Rounds.prepare."""
         self._next = shape, pending, draws
-        return Pass(self._engine, self._batch, self._caches[0])
+        return Pass(self._engine, self._batch, self._rows[0].cache)
 
     def run(self) -> None:
         """Run the prepared round. Raises EngineError as Engine.forward does."""
         if self._next is None:
             raise EngineError("the rounds of this text were closed: open others over its caches")
-        (shape, pending, draws), (target, draft), (cache, drafts) = self._next, self._engines, self._caches
-        num_pending = len(pending)
-        cache.make_room(shape.size + 1)
-        drafts.make_room(num_pending + (shape.depth - 1) * shape.width)
+        (shape, pending, draws), (target, draft), (rows, drafted) = self._next, self._engines, self._rows
+        num_pending, numbers = len(pending), NO_NUMBERS if draws is None else draws[5:]
+        own, other = rows.reserve(shape.size + 1), drafted.reserve(num_pending + (shape.depth - 1) * shape.width)
         wanted, passes, place, buffers, _ = self._wanted(shape, draws)
-        numbers = NO_NUMBERS if draws is None else draws[5:]
-        root_last, given = array("q", pending), [array("d", each) for each in numbers]  # they live as long as the round
-        places = root_last.buffer_info()[0], *(each.buffer_info()[0] for each in given)
-        GIVEN.pack_into(wanted, Round.pending_tokens.offset, *places)
-        wanted.pending = num_pending
-        passes[0].length, passes[1].length = cache.length, drafts.length
+        tokens, given = array("q", pending), [array("d", each) for each in numbers]  # they live as long as the round
+        places = tokens.buffer_info()[0], *(each.buffer_info()[0] for each in given)
+        fields = num_pending, own.position, other.position, *places, address(own.visible), address(other.visible)
+        GIVEN.pack_into(wanted, Round.pending.offset, *fields)
+        passes[0].start, passes[0].length, passes[1].start, passes[1].length = *own[:2], *other[:2]
         target.run_round(draft, place)
-        self.outcome = self._found(buffers, num_pending)
-
-    def _found(self, buffers: Buffers, num_pending: int) -> RoundOutcome:
-        """What the round has found. The kernels have put the accepted rows in their places."""
-        (cache, drafts), found, rows = self._caches, buffers.found, buffers.size.rows
-        count, num_accepted, next_token, passes, scored, read, drawn, tested, chosen = found[:COUNTS]
-        cache.advance(1 + num_accepted)
-        drafts.advance(num_pending + read)
-        tokens, parents, depths, _, accepted = range(COUNTS, len(found), rows)
-        return RoundOutcome(
-            tuple(found[tokens : tokens + count]),
-            tuple(found[parents : parents + count]),
-            tuple(found[depths : depths + count]),
-            tuple(buffers.shares[:count]),
-            tuple(found[accepted : accepted + num_accepted]),
-            next_token,
-            read,
-            (drawn, tested, chosen),
-            1 + passes,
-            num_pending + scored,
-            (buffers.seconds[0], buffers.seconds[1]),
-        )
+        self.outcome = found = outcome_of(buffers, num_pending)
+        accepted = [*map(found.token_ids.__getitem__, found.accepted)]
+        rows.commit([pending[-1], *accepted])
+        drafted.commit([*pending, *accepted[: found.num_scored]])
 
     def _wanted(self, shape: RoundShape, draws: RoundDraws | None) -> Prepared:
         """A round of this shape with these settings. The buffers are made anew where the shape needs larger ones."""
-        (cache, drafts), settings = self._caches, GREEDY if draws is None else draws[:5]
-        if self._structures != (cache.structure, drafts.structure):  # one has grown
-            self._structures = cache.structure, drafts.structure
+        (storage, other), settings = self._storages, GREEDY if draws is None else draws[:5]
+        if self._structures != (storage.structure, other.structure):  # one has grown
+            self._structures = storage.structure, other.structure
             self._prepared.clear()
         key = shape, settings
         prepared = self._prepared.get(key)
@@ -251,6 +236,8 @@ class NativeRounds(Rounds):
 class RoundEngine(Engine):
     """Runs the rounds of one text."""
 
+    runs_rounds = True
+
     def __init__(self, rounds: NativeRounds, target: NativeEngine) -> None:
         self.spec = target.spec
         self._rounds = rounds
@@ -267,6 +254,49 @@ class RoundEngine(Engine):
 
     def close(self) -> None:
         """Nothing: the engines of target and draft are their owner's."""
+
+
+class OwnRows:
+    """See TextRows: of a text with a cache of its own."""
+
+    def __init__(self, cache: NativeKVCache, most: int) -> None:
+        """most: rows of the cache."""
+        self.cache = self.storage = cache
+        self._most = most
+
+    def has_room(self, rows: int) -> bool:
+        """See TextRows.has_room."""
+        return self.cache.length + rows <= self._most
+
+    def reserve(self, rows: int) -> Block:
+        """See TextRows.reserve."""
+        length = self.cache.length
+        self.cache.make_room(length + rows)
+        return Block(length, length, NONE_BEFORE, length)
+
+    def commit(self, token_ids: Sequence[int]) -> None:
+        """See TextRows.commit."""
+        self.cache.advance(len(token_ids))
+
+
+def outcome_of(buffers: Buffers, num_pending: int) -> RoundOutcome:
+    """What a round has found."""
+    found, rows = buffers.found, buffers.size.rows
+    count, num_accepted, next_token, passes, scored, read, drawn, tested, chosen = found[:COUNTS]
+    tokens, parents, depths, _, accepted = range(COUNTS, len(found), rows)
+    return RoundOutcome(
+        tuple(found[tokens : tokens + count]),
+        tuple(found[parents : parents + count]),
+        tuple(found[depths : depths + count]),
+        tuple(buffers.shares[:count]),
+        tuple(found[accepted : accepted + num_accepted]),
+        next_token,
+        read,
+        (drawn, tested, chosen),
+        1 + passes,
+        num_pending + scored,
+        (buffers.seconds[0], buffers.seconds[1]),
+    )
 
 
 def levels(count: int) -> int:

@@ -23,62 +23,17 @@ from numpy.typing import NDArray
 
 from ....models.errors import EngineError
 from ...sampling.softmax import Softmax, Wanted, softmax_of
-from ..base import Engine, ForwardOutput, Pass, TokenBatch, check_cache, num_fitting
+from ..base import Engine, ForwardOutput, KVCache, Pass, TokenBatch, check_cache, num_fitting
 from ..cache import FIRST_CAPACITY, Storage
-from .placement import PANEL, Placement, Run, place
+from ..rounds import Rounds
+from .placement import PANEL, SPARE, Placement, Run, has_block, place, place_block
 from .prefix import EMPTY_TEXT, PrefixTree
+from .sequence import PooledKVCache, PooledRows
 
 LIVE_SHARE = 0.6  # a full cache is compacted instead of grown if at most this share of its used slots is live
 SPARE_FACTOR = 4  # a cache with more than this multiple of the needed slots shrinks, because attention spans all slots
 SPARE_PASSES = 64  # number of passes before a cache shrinks, because growing again would copy all of it
 COMMON_TOKENS = 24  # a common prefix of this length is more than a chat template alone causes
-NO_SLOTS: NDArray[np.int64] = np.zeros(0, np.int64)
-
-
-class PooledKVCache:
-    """One sequence. slots: of its committed rows, in order. speculative_slots: of its speculative rows, in order."""
-
-    def __init__(self, pool: PooledEngine) -> None:
-        self.slots, self.speculative_slots = NO_SLOTS, NO_SLOTS
-        self.run = Run()  # where the next rows go, if the storage places rows
-        self.salt: str | None = None  # only sequences of the same salt share rows; set before the first pass
-        self._pool = pool
-
-    @property
-    def length(self) -> int:
-        return len(self.slots)
-
-    @property
-    def speculative(self) -> int:
-        return len(self.speculative_slots)
-
-    def commit(self, slots: Sequence[int]) -> None:
-        """See KVCache.commit. Raises EngineError for a slot that was not computed."""
-        if any(not 0 <= slot < self.speculative for slot in slots):
-            raise EngineError(f"slots {list(slots)} were not computed; {self.speculative} speculative rows exist")
-        accepted, prefixes = self.speculative_slots[np.asarray(slots, np.int64)], self._pool.prefixes
-        if prefixes is None:
-            self.slots = np.concatenate((self.slots, accepted))
-        else:
-            self.slots = prefixes.commit(self.slots, accepted, prefixes.empty_text(self.salt))
-        self.speculative_slots = NO_SLOTS
-        self.run = self.run.commit(int(accepted[-1]) if len(accepted) else -1)
-
-    def truncate(self, length: int) -> None:
-        """See KVCache.truncate."""
-        self.slots, self.speculative_slots = self.slots[:length], NO_SLOTS
-        self.run = self.run.commit(-1)
-
-    @property
-    def last(self) -> int:
-        """The last slot that the sequence refers to; -1 for an empty one."""
-        path = self.speculative_slots if self.speculative else self.slots
-        return int(path[-1]) if len(path) else -1
-
-    def close(self) -> None:
-        """See KVCache.close. The rows become garbage."""
-        self._pool.caches.pop(self, None)
-        self.truncate(0)
 
 
 class PooledEngine(Engine):
@@ -183,8 +138,7 @@ class PooledEngine(Engine):
         closed cache.
         """
         caches = [check_cache(each.cache, PooledKVCache) for each in passes]
-        if any(cache not in self.caches for cache in caches):
-            raise EngineError("this cache was closed, or belongs to another pool: open another one for the next text")
+        self._check_open(caches)
         counts = [each.batch.num_tokens for each in passes]
         rows = sum(counts)
         width = self.spec.width_for(rows)
@@ -228,6 +182,33 @@ class PooledEngine(Engine):
         for cache, slots, run in zip(caches, new_slots, placed.runs, strict=True):
             cache.speculative_slots, cache.run = slots, run
         return outputs
+
+    def rounds(self, cache: KVCache, draft: Engine, draft_cache: KVCache) -> Rounds | None:
+        """See Engine.rounds: of one text, while no other text shares its passes."""
+        if not isinstance(draft, PooledEngine) or not self._storage.places or not draft._storage.places:
+            return None
+        own, other = check_cache(cache, PooledKVCache), check_cache(draft_cache, PooledKVCache)
+        rows, drafted = PooledRows(self, self._storage, own, own), PooledRows(draft, draft._storage, other, own)
+        return self._engine.rounds_over(rows, draft._engine, drafted)
+
+    def has_block(self, cache: PooledKVCache, rows: int) -> bool:
+        """Whether a block of so many rows fits behind a sequence."""
+        needed = self._storage.speculative + rows + SPARE + PANEL
+        return has_block(cache.run, cache.last, rows) or needed <= self._limit
+
+    def open_block(self, cache: PooledKVCache, rows: int) -> int:
+        """The first of so many free slots that follow each other, behind those of a sequence. Raises EngineError as
+        `forward` does."""
+        self._check_open((cache,))
+        self._make_room(rows + SPARE, 1)
+        cache.run, top = place_block(cache.run, cache.last, rows, self._storage.speculative)
+        self._storage.occupy(top)
+        return cache.run.next
+
+    def _check_open(self, caches: Sequence[PooledKVCache]) -> None:
+        """Raises EngineError for a cache that is none of the open ones."""
+        if any(cache not in self.caches for cache in caches):
+            raise EngineError("this cache was closed, or belongs to another pool: open another one for the next text")
 
     def _place(self, caches: Sequence[PooledKVCache], counts: Sequence[int], width: int) -> Placement:
         """The slots of a pass: behind all others, padding included, or in runs of each sequence's own."""

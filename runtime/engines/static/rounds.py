@@ -210,6 +210,8 @@ class SharedRounds:
 class RoundEngine(Engine):
     """The rounds of one shape, of several texts at a time."""
 
+    runs_rounds = True
+
     def __init__(self, shared: SharedRounds, shape: RoundShape) -> None:
         self.spec = shared.target.spec
         self._shared, self._shape = shared, shape

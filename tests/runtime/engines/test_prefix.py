@@ -23,7 +23,8 @@ from draftwood.models.errors import EngineError
 from draftwood.runtime.bundle.bundle import EngineBundle
 from draftwood.runtime.engines.base import Engine, ForwardOutput, Pass, TokenBatch
 from draftwood.runtime.engines.passes import causal_batch, prefill_passes
-from draftwood.runtime.engines.shared.pool import PooledEngine, PooledKVCache
+from draftwood.runtime.engines.shared.pool import PooledEngine
+from draftwood.runtime.engines.shared.sequence import PooledKVCache
 
 VOCAB = 5
 SLOTS = 400
