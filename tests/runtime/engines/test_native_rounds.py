@@ -4,8 +4,9 @@ exactness is proved by enumeration, and come to the same trees, the same accepte
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import cycle
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,6 +18,7 @@ from costs import table
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from native_parts import held, open_native, spec_of
+from numpy.typing import NDArray
 
 from draftwood.builder.options import BuildOptions
 from draftwood.builder.pipeline import build
@@ -27,12 +29,16 @@ from draftwood.models.errors import EngineError
 from draftwood.plugins.native.compile import SOURCE
 from draftwood.plugins.native.round import MOST_KEPT, MOST_NODES, MOST_WIDTH, VERIFIERS
 from draftwood.runtime.bundle.bundle import EngineBundle
-from draftwood.runtime.decoding.decoder import SpeculativeDecoder
+from draftwood.runtime.decoding.decoder import SpeculativeDecoder, count_one
+from draftwood.runtime.decoding.job import Job
+from draftwood.runtime.decoding.loop import drive
 from draftwood.runtime.decoding.stats import SpecDecodeStats
-from draftwood.runtime.engines.base import Engine, KVCache
 from draftwood.runtime.engines.native.engine import NativeEngine
 from draftwood.runtime.engines.native.rounds import NativeRounds
 from draftwood.runtime.engines.rounds import BEST, BLOCK, RoundDraws, RoundShape
+from draftwood.runtime.engines.shared.placement import PANEL
+from draftwood.runtime.engines.shared.pool import PooledEngine
+from draftwood.runtime.engines.shared.sequence import PooledKVCache
 from draftwood.runtime.sampling import random
 from draftwood.runtime.sampling.params import SamplingParams
 from draftwood.runtime.sampling.random import seeded_streams
@@ -41,6 +47,7 @@ from draftwood.runtime.speculation.config import SpeculativeConfig
 from draftwood.runtime.speculation.planning import calibration
 
 Pair = tuple[NativeEngine, NativeEngine]
+Pools = tuple[PooledEngine, PooledEngine]
 TEXT = list(range(40, 60))
 CHAIN = SpeculativeConfig("chain", max_draft_len=4, budget="fixed")
 CHOSEN = SpeculativeConfig("topk", max_total_draft_tokens=9, max_draft_len=4, frontier_width=3, budget="fixed")
@@ -85,13 +92,6 @@ class Written(NamedTuple):
     whole: int
 
 
-class Host(NativeEngine):
-    """A target whose rounds the host runs."""
-
-    def rounds(self, cache: KVCache, draft: Engine, draft_cache: KVCache) -> None:
-        return None
-
-
 @pytest.fixture(scope="module", params=["a whole vocabulary", "a trimmed one"])
 def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
     folder = tmp_path_factory.mktemp("rounds") / "bundle"
@@ -110,20 +110,37 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     draft.close()
 
 
+@pytest.fixture(scope="module")
+def pools(pair: Pair) -> Iterator[Pools]:
+    """So small that they are compacted now and then."""
+    target, draft = (PooledEngine(engine, 384) for engine in pair)
+    for pool in (target, draft):
+        pool.share_prefixes(128)
+    yield target, draft
+    target.close()
+    draft.close()
+
+
 def written(
-    pair: Pair, config: SpeculativeConfig, setting: Mapping[str, Any], seed: int, by_host: bool = False
+    pair: Pair | Pools,
+    config: SpeculativeConfig,
+    setting: Mapping[str, Any],
+    seed: int,
+    by_host: bool = False,
+    text: Sequence[int] = TEXT,
+    sharing: Callable[[], int] = count_one,
+    salt: str | None = None,
+    look: Callable[[SpeculativeDecoder], None] = lambda decoder: None,
 ) -> Written:
+    """by_host: whether the host runs all rounds. salt: of the text in a pool. look: at the decoder behind the text."""
     target, draft = pair
     params, stats = SamplingParams(max_tokens=24, ignore_eos=True, **setting), SpecDecodeStats()
     costs = table() if config.budget == "cost" else None
-    kind, whole = target.__class__, 0
-    try:
-        target.__class__ = Host if by_host else NativeEngine
-        decoder = SpeculativeDecoder(target, draft, config, 256, (), costs)
-    finally:
-        target.__class__ = kind
+    decoder, whole = SpeculativeDecoder(target, draft, config, 256, (), costs, sharing), 0
+    assert decoder._rounds is not None
+    if by_host:
+        decoder.run_pass_by_pass()
     rounds = decoder._rounds
-    assert by_host == (rounds is None)
     if isinstance(rounds, NativeRounds):
         run = rounds.run
 
@@ -133,10 +150,11 @@ def written(
             whole += 1
 
         rounds.run = counted  # type: ignore[method-assign]
-    sampler = Sampler(params, TEXT, (), target.spec.model.vocab_size)
-    tokens = [
-        token for chunk in decoder.generate(TEXT, sampler, seeded_streams(seed), stats) for token in chunk.token_ids
-    ]
+    sampler = Sampler(params, text, (), target.spec.model.vocab_size)
+    steps = decoder.steps(text, sampler, seeded_streams(seed), stats)
+    job = Job(steps=steps, write=lambda chunk: chunk, cache_salt=salt)
+    tokens = [token for chunk in drive(job) for token in chunk.token_ids]
+    look(decoder)
     decoder.close()
     passes = stats.target_passes, stats.draft_passes, stats.draft_rows
     return Written(tokens, stats.accepted_per_round, passes, whole)
@@ -151,11 +169,46 @@ def same_by_host(pair: Pair, config: SpeculativeConfig, setting: Mapping[str, An
 
 @pytest.mark.parametrize("setting", SETTINGS, ids=str)
 @pytest.mark.parametrize("name", WHOLE)
-def test_texts_and_proposals_are_those_of_the_host(name: str, setting: dict[str, Any], pair: Pair) -> None:
-    """The host runs the last rounds: no whole proposal fits there."""
+def test_texts_and_proposals_are_those_of_the_host(
+    name: str, setting: dict[str, Any], pair: Pair, pools: Pools
+) -> None:
+    """The host runs the last rounds: no whole proposal fits there. In a pool it also runs those in which other texts
+    share its passes."""
     every = [same_by_host(pair, WHOLE[name], setting, seed) for seed in range(3)]
+    assert written(pools, WHOLE[name], setting, 0) == every[0]
+    sharing = cycle((1, 1, 2, 1, 2, 2)).__next__
+    found = written(pools, WHOLE[name], setting, 1, sharing=sharing)
+    assert found.tokens == every[1].tokens and 0 < found.whole < every[1].whole
     assert all(found.whole > 3 for found in every)
     assert len({tuple(found.tokens) for found in every}) == (3 if setting["temperature"] else 1)
+
+
+def rows_in(decoder: SpeculativeDecoder) -> list[tuple[NDArray[Any], NDArray[Any]]]:
+    """Keys and values of the text's rows, of target and draft."""
+    assert decoder._proposer is not None
+    found = []
+    for cache in (decoder._cache, decoder._proposer._cache):
+        storage: Any = cache._pool._storage if isinstance(cache, PooledKVCache) else cache
+        slots = cache.slots if isinstance(cache, PooledKVCache) else np.arange(cache.length)
+        found.append((storage.keys[:, :, slots // PANEL, :, slots % PANEL], storage.values[:, :, :, slots]))
+    return found
+
+
+@pytest.mark.parametrize("name", ["a chain", "a drawn tree"])
+def test_rows_of_whole_rounds_in_a_pool(name: str, pair: Pair, pools: Pools) -> None:
+    """They are those of a text with caches of its own, and later texts find them: only those of its own salt, which the
+    loop tells the target's sequence. The draft reads the prompt in a round."""
+    rows: list[list[tuple[NDArray[Any], NDArray[Any]]]] = []
+    for engines in (pair, pools):
+        look = lambda decoder: rows.append(rows_in(decoder))  # noqa: E731
+        found = written(engines, WHOLE[name], {"temperature": 0.7}, 7, text=TEXT[:1], salt=name, look=look)
+    for pool, *both in zip(pools, *rows, strict=True):
+        for own, shared in zip(*both, strict=True):
+            np.testing.assert_array_equal(own, shared)
+        assert pool.prefixes is not None
+        text, salted, other = [*TEXT[:1], *found.tokens], *map(pool.prefixes.empty_text, (name, "another"))
+        assert len(pool.prefixes.find(salted, text)) == both[0][1].shape[3] > 16
+        assert not pool.prefixes.find(other, text)
 
 
 @settings(max_examples=40)
