@@ -57,7 +57,7 @@ demo-small: $(BUNDLE)/manifest.json $(LARGE)/manifest.json
 	$(COMPARE) --temperature 0.7 --seed 1 --configs plain,chain:4,auto
 
 # What a change most often breaks: rounds, verifiers, sampling, text, scheduling, the API and the HTTP server.
-QUICK := floors config sampling sampling_params verifier gsd dyspec baseline specdecpp calibration controller \
+QUICK := floors config sampling sampling_params weights verifier gsd dyspec baseline specdecpp calibration controller \
 	controller_learning planning_lossless cost decoder room scheduler prefix async_llm llm audit detokenizer \
 	multibyte_text tokenizer bundle build checkpoint openai_client openai_failures openai_guard
 
