@@ -57,6 +57,9 @@ class FakeCache:
     def limit(self, slots: int) -> None:
         self.most = slots
 
+    def occupy(self, slots: int) -> None:
+        self.rows += [EMPTY_SLOT] * (slots - len(self.rows))
+
     def compact(self, slots: NDArray[np.int64]) -> None:
         self.rows = [self.rows[slot] for slot in slots.tolist()]
 
