@@ -115,17 +115,17 @@ class Loop(Generic[J, C]):
         passes = [job.next_pass for job in served if job.next_pass is not None]
         if not passes:
             return
-        start = perf_counter()
+        engine, start = passes[0].engine, perf_counter()
         try:
-            outputs = passes[0].engine.forward(passes)
+            outputs = engine.forward(passes)
         except BaseException as error:
             if is_interrupt(error):
                 raise
-            if isinstance(error, MemoryError) and isinstance(passes[0].engine, PooledEngine):
+            if isinstance(error, MemoryError) and self._pools:
                 if not self._freed:
                     self._release()
                     return
-                ended = list(self._end_latest(passes[0].engine))
+                ended = list(self._end_latest(engine)) if isinstance(engine, PooledEngine) else []
                 yield from ended
                 if ended:
                     return
@@ -133,7 +133,6 @@ class Loop(Generic[J, C]):
             for job, wanted in zip(served, passes, strict=True):
                 yield from self._run_alone(job, wanted)
             return
-        engine = passes[0].engine
         watched = engine.spec.role != DRAFT and not engine.runs_rounds and all(job.writes for job in served)
         if self._watch is not None and watched:
             context = sum(each.cache.length for each in passes) // len(passes)
