@@ -103,7 +103,8 @@ class RoundOutcome(NamedTuple):
 
 class Block(NamedTuple):
     """Where the rows of a round go: slots that follow each other from `start` on. length: slots of which the text sees
-    all. visible: bool [start - length], by slot behind those, whether the text sees it. position: of the first row."""
+    all. visible: bool [start - length, or more], by slot behind those, whether the text sees it. position: of the first
+    row."""
 
     start: int
     length: int

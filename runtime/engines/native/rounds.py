@@ -40,7 +40,7 @@ MOST_PREPARED = 64  # shapes and settings that are kept
 Settings = tuple[float, float, float, float, int]  # the first five of RoundDraws
 LISTS = ("tokens", "parents", "depths", "slots", "accepted")  # by row, in this order
 GREEDY: Settings = (0.0, 0.0, 0.0, 1.0, 0)
-NONE_BEFORE: NDArray[np.bool_] = np.zeros(0, np.bool_)
+NONE_BEFORE: NDArray[np.bool_] = np.zeros(1, np.bool_)  # an empty array has no address that is found quickly
 NO_NUMBERS: tuple[Sequence[float], ...] = ((), (), (), ())
 
 
