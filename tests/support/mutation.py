@@ -120,6 +120,10 @@ TESTS = {
         f"plugins/native/kernels/{name}.h": (*KERNELS, "test_native_instructions")
         for name in ("isa_avx2", "isa_avx512", "plain")
     },
+    **{
+        f"plugins/native/kernels/{name}.h": ("test_native_rounds", "test_weights", "test_native_edges")
+        for name in ("commit", "residual", "round", "tree", "truncation", "verification")
+    },
     "plugins/native/kernels/llama.c": KERNELS,
 }
 

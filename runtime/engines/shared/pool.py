@@ -200,7 +200,8 @@ class PooledEngine(Engine):
         """The first of so many free slots that follow each other, behind those of a sequence. Raises EngineError as
         `forward` does."""
         self._check_open((cache,))
-        self._make_room(rows + SPARE, 1)
+        if not has_block(cache.run, cache.last, rows):
+            self._make_room(rows + SPARE, 1)
         cache.run, top = place_block(cache.run, cache.last, rows, self._storage.speculative)
         self._storage.occupy(top)
         return cache.run.next
