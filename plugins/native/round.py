@@ -11,7 +11,7 @@ VERIFIERS = ("best", "match", "block", "traversal", "rejection")  # `enum verify
 MOST_NODES, MOST_KEPT, MOST_WIDTH = 1024, 256, 64  # of a tree, of its rows, and of a draft's pass: kernels/tree.h
 MOST_COLUMNS = 1 << 18  # of logits: the runs of a row have two levels of MOST_CATEGORIES
 COUNTS = 9  # `enum counts`: numbers before those of rows
-GIVEN = Struct("=3i7Q")  # fields of `struct round` that differ from round to round, from `pending` on
+GIVEN = Struct("=7i7Q")  # fields of `struct round` that differ from round to round, from `pending` on
 
 
 class Cuts(Structure):
@@ -25,7 +25,8 @@ class Round(Structure):
 
     _fields_ = [
         *((name, c_int32) for name in ("depth", "size", "width", "verify", "is_drawn", "is_tree", "outputs")),
-        *(("pending", c_int32), ("positions", c_int32 * 2), ("pending_tokens", c_void_p)),
+        *(("pending", c_int32), ("positions", c_int32 * 2), ("starts", c_int32 * 2)),
+        *(("lengths", c_int32 * 2), ("pending_tokens", c_void_p)),
         *(("numbers", c_void_p * 3), ("estimates", c_void_p), ("visible", c_void_p * 2)),
         *(("target", Pass), ("draft", Pass)),
         *(("names", c_void_p), ("room", c_void_p), ("cuts", Cuts)),

@@ -25,7 +25,7 @@ from ..speculation.planning.lookups import NO_MATCH
 from ..speculation.proposer import DraftProposer
 from ..speculation.stopwatch import Stopwatch
 from ..speculation.verifier import Acceptance, end_before_nothing, match_best
-from .chunk import LENGTH, TokenChunk
+from .chunk import LENGTH, TokenChunk, TokenLogprob
 from .job import Job
 from .logprobs import output_logprobs, read_prompt
 from .loop import drive
@@ -150,7 +150,10 @@ class SpeculativeDecoder:
             with decoding:
                 outcome = yield from self._round(request)
                 kept, finish_reason = request.cut(outcome.token_ids)
-                logprobs = output_logprobs(outcome.logits, outcome.acceptance.rows, outcome.token_ids[:kept], sampler)
+                logprobs: list[TokenLogprob] = []
+                if sampler.params.logprobs is not None:
+                    rows, tokens = outcome.acceptance.rows, outcome.token_ids[:kept]
+                    logprobs = output_logprobs(outcome.logits, rows, tokens, sampler, sampler.params.logprobs)
                 self._record(stats, request, outcome)
             if observe is not None:
                 seconds = self._lap(request, decoding)
@@ -175,24 +178,25 @@ class SpeculativeDecoder:
         request.time_pass(len(proposal.tree))
         self._commit(proposal.tree, acceptance)
         token_ids = [*(proposal.tree.token_ids[row] for row in acceptance.rows), acceptance.next_token]
-        request.learn(plan, proposal.tree, acceptance, token_ids)
-        return Outcome(plan, proposal.tree, output.logits, acceptance, token_ids, proposal)
+        request.learn(plan, proposal.tree, acceptance)
+        num_drafted, num_merged = len(proposal.tree) - 1, sum(proposal.tree.merged)
+        return Outcome(plan, num_drafted, num_merged, output.logits, acceptance, token_ids, proposal)
 
     def _whole_shape(self, request: RequestState, plan: RoundPlan | None) -> RoundShape | None:
         """The shape of the next round if an engine runs it as a whole; None if the host runs it pass by pass. No other
         place decides this."""
-        if self._rounds is None or self._proposer is None or self._config is None or self._needs_logits(request):
+        if self._rounds is None or self._proposer is None or self._config is None:
             return None
-        if not request.greedy and not request.uniforms:
+        if request.sampler.follows_path or not request.is_chosen_anywhere:
             return None
         if (plan is not None and (plan.given or not plan.depth)) or (self._sharing() > 1 and not self._rounds.join):
             return None
         if self._proposer.outgrown:
             return None
-        rules, params = self._rules_of(self._config, plan, request.greedy), request.sampler.params
+        rules = self._rules_of(self._config, plan, request.greedy)
         # A drawn tree is as deep as it was planned.
         may_end = self._rounds.end_early or (plan is not None and rules.shape is not None and rules.shape.is_tree)
-        shape = shape_of(rules.shape, params, request.tokens_left, may_end)
+        shape = shape_of(rules.shape, request.draws, request.tokens_left, may_end)
         return shape if shape is not None and self._rounds.fits(shape, len(self._proposer.pending)) else None
 
     def _begin(
@@ -287,16 +291,12 @@ class SpeculativeDecoder:
             self._rules[key] = (config if plan is None else config.within(plan)).rules(greedy)
         return self._rules[key]
 
-    def _needs_logits(self, request: RequestState) -> bool:
-        """Whether this round needs rows of logits besides the tokens that are chosen or drawn from them as they are."""
-        sampler = request.sampler
-        return sampler.follows_path or sampler.params.logprobs is not None or request.observed
-
     def _verify(self, request: RequestState, plan: RoundPlan | None, tree: TokenTree) -> Passes[Verified]:
         """Score the root and the tree with the target, and choose the accepted path."""
         with request.scoring:
             ranks = TOP_IDS.name in self._target.spec.outputs  # then its most probable tokens are enough, no logits
-            needs_best, wanted = ranks and request.greedy and not self._needs_logits(request), request.sampler.wanted
+            follows_path, wanted = request.sampler.follows_path, request.sampler.wanted
+            needs_best = ranks and request.greedy and not (request.needs_logits or follows_path)
             batch = tree.to_batch(self._target.spec, self._cache.length, needs_best, wanted)
             output = yield from forward(self._target, batch, self._cache)
         if batch.ranking_only and output.top_ids is not None:
@@ -323,10 +323,9 @@ class SpeculativeDecoder:
         stats.target_seconds = request.scoring.seconds
         if outcome.plan is not None:
             stats.record_plan(outcome.plan)
-        tree = outcome.tree
-        if len(tree) > 1:
-            stats.record_round(len(tree) - 1, len(outcome.acceptance.rows))
-            stats.num_merged_tokens += sum(tree.merged)
+        if outcome.num_drafted:
+            stats.record_round(outcome.num_drafted, len(outcome.acceptance.rows))
+            stats.num_merged_tokens += outcome.num_merged
         if self._proposer is not None and (outcome.plan is None or outcome.plan.depth):
             stats.draft_passes, stats.draft_rows = self._proposer.passes, self._proposer.rows
             stats.draft_seconds = self._proposer.scoring.seconds

@@ -14,7 +14,7 @@ from ..speculation.planning.lookups import NO_MATCH, Match
 from ..speculation.stopwatch import Stopwatch
 from ..speculation.verifier import Acceptance
 from .chunk import COMPLETE, LENGTH, STOP, TokenLogprob
-from .whole_rounds import uniforms_of
+from .whole_rounds import settings_of, uniforms_of
 
 
 class RequestState:
@@ -23,9 +23,11 @@ class RequestState:
     root: the last committed token. length: tokens of prompt and output together. tokens_left: tokens that the text may
     still get; a proposal may be one token shorter, since each round adds one token of the target. sharing: returns how
     many requests share passes, or 1 where the plans must not depend on other requests. scoring: the stopwatch of the
-    target's passes. uniforms: the streams, where an engine can draw with their numbers; else none. match: what a prompt
-    lookup found for this round. observed: whether an observer receives the rounds. prompt_logprobs: what the next chunk
-    says of the prompt, see TokenChunk.
+    target's passes. uniforms: the streams, where an engine can draw with their numbers; else none. draws: how
+    an engine draws with them; None at temperature 0. match: what a prompt
+    lookup found for this round. observed: whether an observer receives the rounds. needs_logits: whether rounds need
+    rows of logits besides the tokens that are chosen or drawn from them. is_chosen_anywhere: whether an engine may
+    choose or draw these tokens. prompt_logprobs: what the next chunk says of the prompt, see TokenChunk.
     """
 
     def __init__(
@@ -42,11 +44,13 @@ class RequestState:
     ) -> None:
         params = sampler.params
         self.sampler, self.streams, self.observed = sampler, streams, observed
-        self.uniforms = uniforms_of(streams)
+        self.greedy = params.greedy
+        self.uniforms, self.draws = uniforms_of(streams), settings_of(params)
+        self.needs_logits = params.logprobs is not None or observed
+        self.is_chosen_anywhere = not self.needs_logits and (self.greedy or bool(self.uniforms))
         self.controller, self.sharing = controller, sharing
         self.root, self.length = prompt[-1], len(prompt)
         self.tokens_left = min(params.max_tokens - len(sampler.output), max_length - self.length)
-        self.greedy = params.greedy
         self.lookup = None if config is None else config.lookup(self.greedy)
         self.match = NO_MATCH
         self.calibration = None if config is None else config.calibration(self.greedy)
@@ -66,16 +70,15 @@ class RequestState:
         self.match = Match(self.match.ngram, found[: self.sampler.processing.count_allowed(found)])
         return self.match.tokens
 
-    def learn(self, plan: RoundPlan | None, tree: TokenTree, acceptance: Acceptance, token_ids: Sequence[int]) -> None:
-        """Update lookup, calibration and controller by a verified round with the output `token_ids`."""
-        if self.lookup is not None:
-            self._unindexed += token_ids
+    def learn(self, plan: RoundPlan | None, tree: TokenTree, acceptance: Acceptance) -> None:
+        """Update calibration and controller by a verified round."""
         if self.calibration is not None and not (plan is not None and plan.chosen):
             self.calibration.update(tree, acceptance.rows)
         if self.controller is None or plan is None:
             return
         if self.match.tokens:
-            self.controller.observe_match(self.match, token_ids)
+            written = [*(tree.token_ids[row] for row in acceptance.rows), acceptance.next_token]
+            self.controller.observe_match(self.match, written)
         if plan.depth and not plan.given:
             self.controller.observe(plan, acceptance.rows, choices_of(tree, acceptance.rows))
 
@@ -88,6 +91,8 @@ class RequestState:
         """How many of a round's tokens the text keeps, and the finish reason if it ends there. A text may end inside an
         accepted path."""
         endings, processing = self._endings, self.sampler.processing
+        if len(token_ids) < self.tokens_left and endings.isdisjoint(token_ids) and not processing.is_constrained:
+            return len(token_ids), None
         for index, token in enumerate(token_ids[: self.tokens_left]):
             if token in endings:
                 return index + 1, STOP
@@ -97,6 +102,8 @@ class RequestState:
 
     def commit(self, token_ids: Sequence[int], kept: int) -> None:
         """Add a round's tokens to the state. kept: how many of them the text keeps."""
+        if self.lookup is not None:
+            self._unindexed += token_ids
         self.sampler.commit(token_ids[:kept])
         self.root = token_ids[-1]
         self.length += len(token_ids)

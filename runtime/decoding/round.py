@@ -38,12 +38,14 @@ class Proposal(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """The result of a round. plan: the plan of the round; None where rounds are not planned. tree: the verified rows.
-    logits: of the target, float32 [rows, V], valid until its next pass. token_ids: the accepted path, followed by one
-    token of the target; the end of a text may cut them. proposal: None where an engine ran the round as a whole."""
+    """The result of a round. plan: the plan of the round; None where rounds are not planned. num_drafted: verified
+    tokens. num_merged: those of them that were merged. logits: of the target, float32 [rows, V], valid until its next
+    pass. token_ids: the accepted path, followed by one token of the target; the end of a text may cut them. proposal:
+    None where an engine ran the round as a whole."""
 
     plan: RoundPlan | None
-    tree: TokenTree
+    num_drafted: int
+    num_merged: int
     logits: NDArray[np.float32]
     acceptance: Acceptance
     token_ids: list[int]
@@ -96,9 +98,9 @@ def describe_round(
 ) -> Round:
     """The round in the form that an observer receives. kept: tokens of it that the text keeps. seconds: in draft and
     target, and on the host."""
-    _, tree, logits, acceptance, token_ids, proposal = outcome
+    _, _, _, logits, acceptance, token_ids, proposal = outcome
     assert proposal is not None, "the host runs the rounds that are observed"
-    probs = target_probabilities(tree, logits, acceptance, sampler)
+    probs = target_probabilities(proposal.tree, logits, acceptance, sampler)
     return Round(proposal, probs, acceptance, token_ids[:kept], finish_reason, *seconds)
 
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from time import perf_counter
 from typing import TYPE_CHECKING
 
 from ..engines.passes import Passes
-from ..engines.rounds import RoundDraws, RoundOutcome, Rounds, RoundShape
+from ..engines.rounds import DrawSettings, RoundDraws, RoundOutcome, Rounds, RoundShape
 from ..sampling.params import SamplingParams
 from ..sampling.random import HasUniforms, RandomStreams
 from ..sampling.sampler import NEGLIGIBLE
@@ -18,6 +19,8 @@ from ..speculation.proposer import DraftProposer
 from ..speculation.verifier import Acceptance
 from .round import Outcome
 
+NO_ESTIMATES = array("d")
+
 if TYPE_CHECKING:  # request_state.py imports this module
     from .request_state import RequestState
 
@@ -27,9 +30,8 @@ def run_whole(
 ) -> Passes[Outcome]:
     """Run a round of this shape, measure it, and learn from it."""
     begin, draws = perf_counter(), None
-    if not request.greedy:
-        most = rounds.most_draws(shape)
-        draws = draws_of(shape, most, request.sampler.params, request.uniforms, request.calibration)
+    if request.draws is not None:
+        draws = draws_of(shape, rounds.most_draws(shape), request.draws, request.uniforms, request.calibration)
     output = yield rounds.prepare(shape, proposer.pending, draws)
     found = rounds.outcome
     if found.seconds is None:
@@ -39,11 +41,11 @@ def run_whole(
         request.time_pass(len(found.token_ids))
     if draws is not None:
         use_draws(found, request.uniforms)
-    tree, acceptance = tree_of(found), acceptance_of(found)
-    token_ids = [*map(found.token_ids.__getitem__, found.accepted), found.next_token]
-    proposer.follow(found, token_ids)
-    request.learn(plan, tree, acceptance, token_ids)
-    return Outcome(plan, tree, output.logits, acceptance, token_ids, None)
+    proposer.follow(found)
+    acceptance = acceptance_of(found)
+    if plan is not None or request.calibration is not None:
+        request.learn(plan, tree_of(found), acceptance)
+    return Outcome(plan, len(found.token_ids) - 1, 0, output.logits, acceptance, found.written, None)
 
 
 def tree_of(outcome: RoundOutcome) -> TokenTree:
@@ -67,7 +69,7 @@ def tree_of(outcome: RoundOutcome) -> TokenTree:
 
 
 def acceptance_of(outcome: RoundOutcome) -> Acceptance:
-    return Acceptance(list(outcome.accepted), outcome.next_token)
+    return Acceptance(list(outcome.accepted), outcome.written[-1])
 
 
 def uniforms_of(streams: RandomStreams) -> tuple[HasUniforms, ...]:
@@ -76,32 +78,39 @@ def uniforms_of(streams: RandomStreams) -> tuple[HasUniforms, ...]:
     return uniforms if len(uniforms) == len(streams) else ()
 
 
-def is_cut(params: SamplingParams) -> bool:
+def settings_of(params: SamplingParams) -> DrawSettings | None:
+    """How rounds draw with these settings; None at temperature 0."""
+    shares = max(params.min_p, NEGLIGIBLE), params.min_p
+    return None if params.greedy else DrawSettings(params.temperature, *shares, params.top_p, params.top_k)
+
+
+def is_cut(settings: DrawSettings | SamplingParams) -> bool:
     """Whether these settings leave tokens out by their order."""
-    return params.top_p < 1 or params.top_k > 0
+    return settings.top_p < 1 or settings.top_k > 0
 
 
-def shape_of(shape: RoundShape | None, params: SamplingParams, tokens_left: int, may_end: bool) -> RoundShape | None:
+def shape_of(
+    shape: RoundShape | None, settings: DrawSettings | None, tokens_left: int, may_end: bool
+) -> RoundShape | None:
     """The shape of a whole round with these settings; None if there is none for it. may_end: whether the tree may end
     before its last layer."""
     if shape is None or shape.depth >= tokens_left or not (may_end or shape.fills_layers):
         return None
-    return shape._replace(is_cut=True) if not params.greedy and is_cut(params) else shape
+    return shape._replace(is_cut=True) if settings is not None and is_cut(settings) else shape
 
 
 def draws_of(
     shape: RoundShape,
     most: tuple[int, int, int],
-    params: SamplingParams,
+    settings: DrawSettings,
     uniforms: Sequence[HasUniforms],
     calibration: Calibration | None = None,
 ) -> RoundDraws:
     """What a round above temperature 0 may draw with. most: see Rounds.most_draws. uniforms: of draft, tests and
     target. calibration: the estimates of a drawn tree."""
-    draft, tests, last = [stream.ahead(count) for stream, count in zip(uniforms, most, strict=True)]
-    estimates = calibration.logs() if calibration is not None and shape.is_tree else ()
-    shares = max(params.min_p, NEGLIGIBLE), params.min_p
-    return RoundDraws(params.temperature, *shares, params.top_p, params.top_k, draft, tests, last, estimates)
+    (draft, tests, last), (drawn, tested, chosen) = uniforms, most
+    estimates = calibration.logs() if calibration is not None and shape.is_tree else NO_ESTIMATES
+    return RoundDraws(settings, draft.ahead(drawn), tests.ahead(tested), last.ahead(chosen), estimates)
 
 
 def use_draws(outcome: RoundOutcome, uniforms: Sequence[HasUniforms]) -> None:

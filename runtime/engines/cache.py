@@ -82,11 +82,6 @@ class GrowingKVCache(ABC):
         self.length += kept
         self.speculative = 0
 
-    def advance(self, rows: int) -> None:
-        """Commit so many rows, which somebody has put behind the committed ones."""
-        self.length += rows
-        self.speculative = 0
-
     def truncate(self, length: int) -> None:
         """See KVCache.truncate."""
         self.length = min(self.length, length)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from array import array
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
@@ -62,38 +63,44 @@ class RoundShape(NamedTuple):
         return drawn, tests, min(last, accepted + 1)
 
 
-class RoundDraws(NamedTuple):
-    """What a round above temperature 0 draws with. draft_share, target_share: tokens that are less probable than this
-    share of the most probable one's have probability 0, for draft and target. top_p: the share of the mass that is
-    kept of the `top_k` most probable others, or of all others if that is 0. draft, tests, last: uniform numbers, see
-    RoundShape.most_draws. estimates: log a and log (1 - a) of a drawn token's estimated acceptance a, by its rank and
-    the bin of its probability."""
+class DrawSettings(NamedTuple):
+    """How a text above temperature 0 draws. draft_share, target_share: tokens that are less probable than this share of
+    the most probable one's have probability 0, for draft and target. top_p: the share of the mass that is kept of the
+    `top_k` most probable others, or of all others if that is 0."""
 
     temperature: float
     draft_share: float
     target_share: float
     top_p: float
     top_k: int
-    draft: Sequence[float]
-    tests: Sequence[float]
-    last: Sequence[float]
-    estimates: Sequence[float] = ()
+
+
+class RoundDraws(NamedTuple):
+    """What a round above temperature 0 draws with. draft, tests, last: uniform numbers, see RoundShape.most_draws.
+    estimates: log a and log (1 - a) of a drawn token's estimated acceptance a, by its rank and the bin of its
+    probability."""
+
+    settings: DrawSettings
+    draft: array[float]
+    tests: array[float]
+    last: array[float]
+    estimates: array[float]
 
 
 class RoundOutcome(NamedTuple):
     """token_ids, parents, depths, shares: of the rows of the verified tree, the root first, whose parent is -1; a share
-    is the draft's probability of the row's token, see TokenGraph. accepted: the accepted rows, a path. next_token: the
-    target's token after them. num_scored: how many accepted rows, from the first on, the draft has read. used: how many
-    of its uniform numbers for the draft, for tests and for the target's own tokens. draft_passes, draft_rows: of the
-    draft, padding included. seconds: of the passes of draft and target, where the round measures them; else all of its
-    time counts as the target's."""
+    is the draft's probability of the row's token, see TokenGraph. accepted: the accepted rows, a path. written: their
+    tokens, and the target's own behind them. num_scored: how many accepted rows, from the first on, the draft has read.
+    used: how many of its uniform numbers for the draft, for tests and for the target's own tokens. draft_passes,
+    draft_rows: of the draft, padding included. seconds: of the passes of draft and target, where the round measures
+    them; else all of its time counts as the target's."""
 
     token_ids: tuple[int, ...]
     parents: tuple[int, ...]
     depths: tuple[int, ...]
     shares: tuple[float, ...]
     accepted: tuple[int, ...]
-    next_token: int
+    written: list[int]
     num_scored: int
     used: tuple[int, int, int]
     draft_passes: int
@@ -103,12 +110,12 @@ class RoundOutcome(NamedTuple):
 
 class Block(NamedTuple):
     """Where the rows of a round go: slots that follow each other from `start` on. length: slots of which the text sees
-    all. visible: bool [start - length, or more], by slot behind those, whether the text sees it. position: of the first
-    row."""
+    all. visible: bool [start - length, or more], by slot behind those, whether the text sees it; None where there are
+    none. position: of the first row."""
 
     start: int
     length: int
-    visible: NDArray[np.bool_]
+    visible: NDArray[np.bool_] | None
     position: int
 
 
@@ -126,11 +133,11 @@ class TextRows(Protocol):
     def has_room(self, rows: int) -> bool:
         """Whether so many rows fit into a block."""
 
-    def reserve(self, rows: int) -> Block:
+    def open_block(self, rows: int) -> Block:
         """A block for so many rows. Raises EngineError where they do not fit."""
 
-    def commit(self, token_ids: Sequence[int]) -> None:
-        """Append the first rows of the last block to the text. token_ids: of these rows."""
+    def append(self, token_ids: Sequence[int]) -> None:
+        """Commit the first rows of the last block. token_ids: of these rows."""
 
 
 class Rounds(ABC):

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from array import array
-from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -30,7 +29,7 @@ class HasUniforms(ABC):
     is one, and a protocol takes 30 µs to answer."""
 
     @abstractmethod
-    def ahead(self, count: int) -> Sequence[float]:
+    def ahead(self, count: int) -> array[float]:
         """The next numbers, which stay the next ones."""
 
     @abstractmethod

@@ -90,7 +90,8 @@ class Sampler:
     def commit(self, tokens: Sequence[int]) -> None:
         """Append tokens to the output."""
         self.processing.commit(tokens)
-        self.follows_path = self.processing.follows_path
+        if self.follows_path:
+            self.follows_path = self.processing.follows_path
 
     @property
     def wanted(self) -> Wanted | None:

@@ -36,7 +36,7 @@ class DraftProposer:
         self._vocabulary = DraftVocabulary(engine.spec)
         self._cache = engine.new_cache()
         self._text: list[int] = []  # all committed tokens
-        self._pending: list[int] = []
+        self.pending: list[int] = []
         self._read = 0  # speculative slots, the first ones, of committed tokens that this round has read
         self._ahead = NOTHING_AHEAD  # the pass that computed further rows in the slots behind them
         self._used = 0  # of these rows
@@ -47,24 +47,15 @@ class DraftProposer:
         self.scoring = Stopwatch()
 
     @property
-    def pending(self) -> list[int]:
-        """The committed tokens that the first pass of the next round must read, the root included."""
-        return self._pending
-
-    @property
     def unread(self) -> int:
         """The number of committed tokens that the first pass of the next round must read, the root included."""
-        return self.readable(self._held) if self.outgrown else len(self._pending)
-
-    @property
-    def _held(self) -> int:
-        """The number of committed tokens that the draft has read or is to read."""
-        return self._cache.length + len(self._pending)
+        pending = len(self.pending)
+        return self.readable(self._cache.length + pending) if self.outgrown else pending
 
     @property
     def outgrown(self) -> bool:
         """Whether the text is longer than the draft's context, so that the next round begins anew."""
-        return self.readable(self._held) < self._held
+        return self.context is not None and self._cache.length + len(self.pending) > self.context
 
     def readable(self, length: int) -> int:
         """How many of `length` committed tokens the draft has in its cache or reads: all. Of more than its context only
@@ -75,14 +66,14 @@ class DraftProposer:
         """See Engine.rounds: with this draft, over this cache of the target."""
         return target.rounds(cache, self._engine, self._cache)
 
-    def follow(self, outcome: RoundOutcome, token_ids: Sequence[int]) -> None:
-        """Take over the result of a round that an engine ran as a whole. It has committed both caches. token_ids: the
-        accepted tokens and the target's own. Padding rows of the draft's passes count, too."""
+    def follow(self, outcome: RoundOutcome) -> None:
+        """Take over the result of a round that an engine ran as a whole. It has committed both caches. Padding rows of
+        the draft's passes count, too."""
         self.passes += outcome.draft_passes
         self.rows += outcome.draft_rows
         if outcome.seconds is not None:
             self.scoring.add(outcome.seconds[0])
-        self._commit(token_ids, outcome.num_scored)
+        self._commit(outcome.written, outcome.num_scored)
 
     def start(self, prompt: Sequence[int], read: bool = True) -> Passes[None]:
         """Begin a new text. read: whether the draft reads the prompt now, without its last token, which is the first
@@ -91,10 +82,10 @@ class DraftProposer:
         self._read = 0
         self._cache.truncate(0)
         self._text = list(prompt)
-        self._pending = self._text[-self.readable(len(prompt)) :]
+        self.pending = self._text[-self.readable(len(prompt)) :]
         if read:
-            yield from prefill_passes(self._engine, self._cache, self._pending[:-1], output_read=False)
-            self._pending = self._pending[-1:]
+            yield from prefill_passes(self._engine, self._cache, self.pending[:-1], output_read=False)
+            self.pending = self.pending[-1:]
 
     def propose(
         self,
@@ -110,17 +101,17 @@ class DraftProposer:
         it rejected every node of the grower's frontier. ranking_only: neither grower nor stopper reads logits. ahead:
         passes of one row, each below the row before, that will probably follow the first pass."""
         if self.outgrown:
-            self._pending = self._text[-self.unread :]
+            self.pending = self._text[-self.unread :]
             self._cache.truncate(0)
         self.passes += 1
-        self.rows += len(self._pending)
+        self.rows += len(self.pending)
         asked = None if ranking_only else sampler.drawn
         with self.scoring:
             rows_ahead = self._rows_ahead(ahead, sampler, stream, ranking_only)
             output = yield from self._read_pending(ranking_only, rows_ahead, asked)
         if output is None:
             raise AssertionError("propose before start: there is no root")
-        self._pending, self._slots, self._used = [], {}, 0
+        self.pending, self._slots, self._used = [], {}, 0
         self._visible = [b"\1" * (slot + 1) for slot in range(self._cache.speculative)]
         nodes, own, stops = [ROOT], self._vocabulary.sampler(sampler), not isinstance(stopper, Fixed)
         while True:
@@ -153,7 +144,7 @@ class DraftProposer:
     def _commit(self, committed: Sequence[int], scored: int) -> None:
         """Add tokens to the text, of which the draft has read the first `scored`."""
         self._text += committed
-        self._pending = list(committed[scored:])
+        self.pending = list(committed[scored:])
 
     def close(self) -> None:
         """Close the draft's cache."""
@@ -165,7 +156,7 @@ class DraftProposer:
             self._cache.commit(range(self._read))
             self._read = 0
         self._text += tokens
-        self._pending += tokens
+        self.pending += tokens
 
     def _rows_ahead(self, count: int, sampler: Sampler, stream: RandomStream, ranking_only: bool) -> Ahead | None:
         """What the engine computes behind the first pass; None if it cannot, or cannot know the tokens."""
@@ -183,11 +174,11 @@ class DraftProposer:
     ) -> Passes[ForwardOutput | None]:
         """The first pass of a round. Rows that were computed ahead are in the slots behind its own. asked: of the
         softmax of the last row, where none is computed ahead."""
-        count, length = len(self._pending), self._cache.length
+        count, length = len(self.pending), self._cache.length
         self._ahead = NOTHING_AHEAD
         if ahead is None or self._engine.chunk_size(count, length) < count:
-            return (yield from prefill_passes(self._engine, self._cache, self._pending, ranking_only, asked=asked))
-        batch = causal_batch(self._engine.spec, self._pending, length, ranking_only, ahead)
+            return (yield from prefill_passes(self._engine, self._cache, self.pending, ranking_only, asked=asked))
+        batch = causal_batch(self._engine.spec, self.pending, length, ranking_only, ahead)
         self._ahead, self._read = (yield Pass(self._engine, batch, self._cache)), count
         return self._ahead.row(0)
 

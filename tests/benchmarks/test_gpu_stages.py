@@ -83,7 +83,7 @@ def test_a_device_whose_rounds_write_another_text_fails_the_stage(
     run = Round.run
 
     def wrong(self: Round, texts: Sequence[TextPlace], draws: RoundDraws | None) -> list[RoundOutcome]:
-        return [each._replace(accepted=(), num_scored=0, next_token=5) for each in run(self, texts, draws)]
+        return [each._replace(accepted=(), num_scored=0, written=[5]) for each in run(self, texts, draws)]
 
     monkeypatch.setattr(Round, "run", wrong)
     with pytest.raises(AssertionError, match=r"host's rounds and by the device's part at tokens \[0, 0\]"):

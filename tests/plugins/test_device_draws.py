@@ -8,14 +8,14 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from cuda_driver.machine import Machine
-from drawn_rounds import PROMPT, changed, compared, measured
+from drawn_rounds import PROMPT, changed, compared, measured, numbers_of
 from enumeration import total_variation
 from scripted_rounds import DeviceRounds, Scorer
 from uniforms import uniform_streams
 
 from draftwood.models.errors import EngineError
 from draftwood.runtime import SamplingParams
-from draftwood.runtime.decoding.whole_rounds import draws_of, is_cut, uniforms_of
+from draftwood.runtime.decoding.whole_rounds import is_cut
 from draftwood.runtime.engines.rounds import BLOCK, MATCH, RoundShape
 
 pytestmark = pytest.mark.usefixtures("no_faults")
@@ -93,7 +93,7 @@ def test_logits_that_are_no_numbers_are_an_error(role: str, damage: float, gpu: 
     broken.logits, broken.after = lambda context: damaged, lambda context: (np.arange(18), np.zeros(18, np.float32))
     rounds = DeviceRounds(gpu, shape, target, draft, PROMPT)
     with pytest.raises(EngineError, match="NaN or infinite"):
-        rounds.run(draws_of(shape, shape.most_draws, params, uniforms_of(uniform_streams(0))))
+        rounds.run(numbers_of(shape, params, uniform_streams(0)))
 
 
 @pytest.mark.parametrize(

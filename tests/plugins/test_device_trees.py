@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from cuda_driver.machine import Machine
-from drawn_rounds import PROMPT, changed, compared, measured
+from drawn_rounds import PROMPT, changed, compared, measured, numbers_of
 from enumeration import total_variation
 from scripted_rounds import DeviceRounds, Scorer
 from uniforms import uniform_streams
@@ -16,7 +16,7 @@ from uniforms import uniform_streams
 from draftwood.models.errors import EngineError
 from draftwood.plugins.device_round import images
 from draftwood.runtime import SamplingParams
-from draftwood.runtime.decoding.whole_rounds import draws_of, is_cut, uniforms_of
+from draftwood.runtime.decoding.whole_rounds import is_cut
 from draftwood.runtime.engines.rounds import MATCH, REJECTION, TRAVERSAL, RoundShape
 from draftwood.runtime.speculation.planning import calibration
 
@@ -74,7 +74,7 @@ def test_logits_that_are_no_numbers_are_an_error(role: str, gpu: Machine) -> Non
     shape = tree(1, 2, 2)
     rounds = DeviceRounds(gpu, shape, target, draft, PROMPT)
     with pytest.raises(EngineError, match="NaN or infinite"):
-        rounds.run(draws_of(shape, shape.most_draws, WARM, uniforms_of(uniform_streams(0)), calibration.Calibration()))
+        rounds.run(numbers_of(shape, WARM, uniform_streams(0), calibration.Calibration()))
 
 
 def test_the_estimates_have_the_form_that_the_kernel_reads() -> None:

@@ -16,9 +16,16 @@ from uniforms import UniformStream, uniform_streams
 
 from draftwood.plugins.device_round.images import image
 from draftwood.runtime import SamplingParams
-from draftwood.runtime.decoding.whole_rounds import acceptance_of, draws_of, tree_of, uniforms_of, use_draws
+from draftwood.runtime.decoding.whole_rounds import (
+    acceptance_of,
+    draws_of,
+    settings_of,
+    tree_of,
+    uniforms_of,
+    use_draws,
+)
 from draftwood.runtime.engines.passes import run
-from draftwood.runtime.engines.rounds import RoundShape
+from draftwood.runtime.engines.rounds import RoundDraws, RoundShape
 from draftwood.runtime.engines.static import cuda
 from draftwood.runtime.sampling.random import RandomStreams
 from draftwood.runtime.sampling.sampler import Sampler, ScoredRows
@@ -72,6 +79,15 @@ class HostRounds:
         return tree, acceptance
 
 
+def numbers_of(
+    shape: RoundShape, params: SamplingParams, streams: RandomStreams, calibration: Calibration | None = None
+) -> RoundDraws:
+    """What a round of this shape draws with."""
+    settings = settings_of(params)
+    assert settings is not None, "at temperature 0 nothing is drawn"
+    return draws_of(shape, shape.most_draws, settings, uniforms_of(streams), calibration)
+
+
 def compared(
     gpu: Machine,
     shape: RoundShape,
@@ -93,7 +109,7 @@ def compared(
     learned = Calibration()
     for _ in range(rounds):
         tree, acceptance = host.run(ours)
-        outcome = device.run(draws_of(shape, shape.most_draws, params, uniforms_of(theirs), learned))
+        outcome = device.run(numbers_of(shape, params, theirs, learned))
         found = tree_of(outcome)
         for field in ("token_ids", "parents", "depths", "children"):
             assert getattr(found, field) == getattr(tree, field), field
@@ -157,9 +173,8 @@ def measured(
             unused = ([0.5] * (count - len(part)) for part, count in zip(parts, most, strict=True))
             streams = RandomStreams(*(UniformStream([*part, *more]) for part, more in zip(parts, unused, strict=True)))
             device.restart(PROMPT)
-            outcome = device.run(draws_of(shape, shape.most_draws, params, uniforms_of(streams), Calibration()))
-            tokens = (*(outcome.token_ids[row] for row in outcome.accepted), outcome.next_token)
-            add(found, tokens, probability / 2)
+            outcome = device.run(numbers_of(shape, params, streams, Calibration()))
+            add(found, tuple(outcome.written), probability / 2)
     return found, expected
 
 

@@ -273,7 +273,7 @@ class JointRounds:
         outcomes = self._round.run(places, draws)
         for number, outcome in enumerate(outcomes):
             text = self._texts[number]
-            text += [*(outcome.token_ids[row] for row in outcome.accepted), outcome.next_token]
+            text += outcome.written
             self._read[number] = self._lengths[number] + 1 + outcome.num_scored
             self._lengths[number] += 1 + len(outcome.accepted)
         for first, text, length, read in zip(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from bisect import bisect_right
 from collections.abc import Sequence
 from typing import Any
@@ -25,9 +26,9 @@ class UniformStream(HasUniforms):
     def bernoulli(self, probability: float) -> bool:
         return bool(self._next() < probability)
 
-    def ahead(self, count: int) -> list[float]:
+    def ahead(self, count: int) -> array[float]:
         """See HasUniforms."""
-        return list(self.numbers[self.taken : self.taken + count])
+        return array("d", self.numbers[self.taken : self.taken + count])
 
     def skip(self, count: int) -> None:
         """See HasUniforms."""

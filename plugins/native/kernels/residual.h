@@ -41,13 +41,29 @@ static int weigh_others(const struct row *row, int first, const struct offers *o
     return count;
 }
 
+/* weights [count] of some tokens; returns their sum. */
+static double weigh_tokens(const struct row *row, const int64_t *ids, int count, double *weights) {
+    float logits[WIDTH], single[WIDTH];
+    for (int first = 0; first < count; first += WIDTH) {
+        const int some = count - first < WIDTH ? count - first : WIDTH;
+        for (int at = 0; at < some; at++) logits[at] = row->logits[ids[first + at]];
+        draftwood_weigh(logits, some, row->peak, row->temperature, single);
+        for (int at = 0; at < some; at++) weights[first + at] = single[at];
+    }
+    return sum_of(weights, count);
+}
+
 /* By run, the weights of the tokens that are not offered; returns their sum. masses: null, or where they are stored. */
 static double sum_others(const struct row *row, const struct offers *offers, double *masses) {
     double total = 0, weights[RUN];
     for (int first = 0, at = 0; first < row->size; first += RUN) {
+        int begin = at;
         double mass = row->sums[first / RUN];
-        if (at < offers->count && offers->ids[at] < first + RUN)
-            mass = sum_of(weights, weigh_others(row, first, offers, &at, weights));
+        while (at < offers->count && offers->ids[at] < first + RUN) at++;
+        if (begin < at) {
+            const double others = mass - weigh_tokens(row, offers->ids + begin, at - begin, weights);
+            mass = others < CANCELLED * mass ? sum_of(weights, weigh_others(row, first, offers, &begin, weights)) : others;
+        }
         total += mass;
         if (masses) masses[first / RUN] = mass;
     }
@@ -58,16 +74,9 @@ static double sum_others(const struct row *row, const struct offers *offers, dou
 int draftwood_offer(const struct row *row, const struct offers *offers, double total) {
     const int count = offers->count;
     double *R = offers->R;
-    float logits[WIDTH], weights[WIDTH];
     for (int at = 0; at < count; at++)
         if (offers->ids[at] < 0 || offers->ids[at] >= row->size || (at && offers->ids[at] <= offers->ids[at - 1])) return -1;
-    for (int first = 0; first < count; first += WIDTH) {
-        const int some = count - first < WIDTH ? count - first : WIDTH;
-        for (int at = 0; at < some; at++) logits[at] = row->logits[offers->ids[first + at]];
-        draftwood_weigh(logits, some, row->peak, row->temperature, weights);
-        for (int at = 0; at < some; at++) R[first + at] = weights[at];
-    }
-    const double offered = sum_of(R, count);
+    const double offered = weigh_tokens(row, offers->ids, count, R);
     double others = total - offered;
     if (others < CANCELLED * total) others = sum_others(row, offers, NULL);
     for (int at = 0; at < count; at++) R[at] /= offered + others;

@@ -11,16 +11,16 @@
 
 /* depth, size, width, verify, is_drawn, is_tree: see RoundShape of runtime/engines/rounds.py. pending: the tokens that
  * the draft reads first, the root last. positions: of the first rows of target and draft. outputs: of the draft, for
- * which there is room. visible: by slot from a pass's `length` to its `start`, whether the text sees it. target, draft: passes without
- * rows, with room for their results: `logits`, `draws`, and for chosen tokens `ids` and `logprobs`. names: of the
- * draft's columns, or null. numbers: for the draft, for tests, and for the target's own tokens. room: for distributions,
- * and a row more of either model. cuts: the tokens that are left out; the target's draws then have room for a row, too.
+ * which there is room. starts, lengths: of their passes. visible: by slot from `length` to `start`, whether the text
+ * sees it; null where there are none. target, draft: passes without rows, with room for their results: `logits`, `draws`,
+ * and for chosen tokens `ids` and `logprobs`. names: of the draft's columns, or null. numbers: for the draft, for tests,
+ * and for the target's own tokens. room: for distributions, and a row more of either model. cuts: the tokens that are left out; the target's draws then have room for a row, too.
  *
  * Both caches have the accepted rows behind the committed ones afterwards, as far as the draft has scored them.
  * counts: see COUNTS. seconds: of the passes of draft and target. tokens, parents, depths, slots, shares [size + 1]: of the
  * rows; slots: in the draft's cache, behind the committed rows. accepted [depth]: rows. */
 struct round {
-    int32_t depth, size, width, verify, is_drawn, is_tree, outputs, pending, positions[2];
+    int32_t depth, size, width, verify, is_drawn, is_tree, outputs, pending, positions[2], starts[2], lengths[2];
     const int64_t *pending_tokens;
     const double *numbers[3], *estimates;
     const uint8_t *visible[2];
@@ -198,6 +198,8 @@ int draftwood_run_round(struct engine *target, struct engine *draft, struct roun
     struct stream draws = {round->numbers[0], 0};
     int rows[MOST_KEPT], row_of[MOST_NODES];
     tree.depth = round->depth, tree.size = round->size, tree.width = round->width, tree.room = round->room;
+    round->target.start = round->starts[0], round->target.length = round->lengths[0];
+    round->draft.start = round->starts[1], round->draft.length = round->lengths[1];
     round->seconds[0] = round->seconds[1] = 0;
     memset(round->counts, 0, COUNTS * sizeof *round->counts);
     if (round->size >= MOST_KEPT || round->width > MOST_WIDTH) return NO_ROOM;

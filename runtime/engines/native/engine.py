@@ -7,6 +7,7 @@ speculative text equals plain text bit for bit, in every precision.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from threading import Lock
 from typing import Any, NamedTuple
@@ -25,8 +26,8 @@ from ....plugins.native.processor import KernelError
 from ..base import Ahead, Engine, EngineSpec, ForwardOutput, KVCache, SoloEngine, TokenBatch, check_cache, closed_error
 from ..cache import GrowingKVCache
 from ..limits import available_bytes, cores
-from ..rounds import Rounds, TextRows
-from .rounds import NativeRounds, OwnRows
+from ..rounds import Block, Rounds, TextRows
+from .rounds import NativeRounds
 from .softmax import NativeSoftmax, PreparedRows
 from .weights import ACCEPTANCE, packed_network, packed_rows, precision_of, read_weights
 
@@ -64,10 +65,28 @@ class NativeKVCache(GrowingKVCache):
             self._results[outputs] = self._engine.results(outputs, self)
         return self._results[outputs]
 
-    def make_room(self, slots: int) -> None:
-        """Allocate so many slots. Raises EngineError beyond their limit."""
-        if slots > self.capacity:
-            self._grow(slots, self.length + self.speculative)
+    @property
+    def cache(self) -> NativeKVCache:
+        """See TextRows.cache: the rows are those of one text."""
+        return self
+
+    storage = cache
+
+    def has_room(self, rows: int) -> bool:
+        """See TextRows.has_room."""
+        return self.length + rows <= self._limit
+
+    def open_block(self, rows: int) -> Block:
+        """See TextRows.open_block."""
+        length = self.length
+        if length + rows > min(self._slots, self._limit):
+            self._grow(length + rows, length)
+        return Block(length, length, None, length)
+
+    def append(self, token_ids: Sequence[int]) -> None:
+        """See TextRows.append."""
+        self.length += len(token_ids)
+        self.speculative = 0
 
     def _allocate(self, capacity: int) -> None:
         model, stored = self._spec.model, self._spec.cache_precision
@@ -168,7 +187,7 @@ class NativeEngine(SoloEngine):
         if not isinstance(draft, NativeEngine):
             return None
         own, other = check_cache(cache, NativeKVCache), check_cache(draft_cache, NativeKVCache)
-        return self.rounds_over(OwnRows(own, self.spec.capacity), draft, OwnRows(other, draft.spec.capacity))
+        return self.rounds_over(own, draft, other)
 
     def rounds_over(self, rows: TextRows, draft: Engine, draft_rows: TextRows) -> Rounds | None:
         """See Engine.rounds_over: with a native draft."""

@@ -6,6 +6,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 from ctypes import addressof
+from struct import Struct
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -14,7 +15,6 @@ from numpy.typing import NDArray
 from ....models import bindings
 from ....models.errors import EngineError
 from ....plugins.native.library import DRAW, RUN, address
-from ....plugins.native.library import Pass as NativePass
 from ....plugins.native.round import (
     COUNTS,
     GIVEN,
@@ -30,18 +30,16 @@ from ...sampling.random import BLOCK
 from ...sampling.sampler import wanted_by
 from ..base import Engine, ForwardOutput, KVCache, Pass
 from ..passes import causal_batch
-from ..rounds import BEST, Block, RoundDraws, RoundOutcome, Rounds, RoundShape, TextRows
+from ..rounds import BEST, DrawSettings, RoundDraws, RoundOutcome, Rounds, RoundShape, TextRows
 
 if TYPE_CHECKING:  # engine.py imports this module
     from .engine import NativeEngine, NativeKVCache
 
 MOST_BYTES = 1 << 28  # of room for distributions: flat ones of large vocabularies are left to the host
 MOST_PREPARED = 64  # shapes and settings that are kept
-Settings = tuple[float, float, float, float, int]  # the first five of RoundDraws
-LISTS = ("tokens", "parents", "depths", "slots", "accepted")  # by row, in this order
-GREEDY: Settings = (0.0, 0.0, 0.0, 1.0, 0)
-NONE_BEFORE: NDArray[np.bool_] = np.zeros(1, np.bool_)  # an empty array has no address that is found quickly
-NO_NUMBERS: tuple[Sequence[float], ...] = ((), (), (), ())
+RESULTS = ("tokens", "parents", "depths", "accepted", "shares", "slots")  # by row, in this order
+GREEDY = DrawSettings(0.0, 0.0, 0.0, 1.0, 0)
+NO_DRAWS = RoundDraws(GREEDY, *[array("d")] * 4)
 
 
 class RoundSize(NamedTuple):
@@ -69,8 +67,7 @@ class RoundSize(NamedTuple):
 class Buffers:
     """Memory that the rounds of one text share; each of them overwrites it. target: logits [rows, V], the sums of their
     softmaxes, and the tokens that truncation keeps [truncated, V]. draft: logits [outputs, N], and the likely or the
-    best columns of each row. found: the counts, then tokens, parents, depths, slots and accepted rows [5, rows].
-    seconds: of draft and target. shares: [rows]."""
+    best columns of each row. found: what Findings reads, and `slots` [rows]."""
 
     def __init__(self, size: RoundSize, columns: tuple[int, int]) -> None:
         """columns: V and N."""
@@ -83,17 +80,43 @@ class Buffers:
         self.ids, self.probs = np.empty((outputs, draft), np.int64), np.empty((outputs, draft))
         self.logprobs = np.empty((outputs, bindings.top_columns(draft)), np.float32)
         self.room = np.empty(distributions * (draft + 2) + max(columns))
-        self.found = array("q", bytes(8 * (COUNTS + 5 * rows)))
-        self.seconds, self.shares = array("d", bytes(16)), array("d", bytes(8 * rows))
+        self.found = array("q", bytes(8 * (COUNTS + 2 + len(RESULTS) * rows)))
+
+
+class Findings:
+    """The numbers that rounds of up to R rows leave in a buffer: counts, seconds, and RESULTS but for the slots."""
+
+    def __init__(self, rows: int) -> None:
+        self.rows, self._unpack = rows, Struct(f"={COUNTS}q2d{4 * rows}q{rows}d").unpack_from
+
+    def read(self, buffer: array[int], num_pending: int) -> RoundOutcome:
+        """What a round has found."""
+        numbers, rows = self._unpack(buffer), self.rows
+        count, num_accepted, next_token, passes, scored, read, *_ = numbers[:COUNTS]
+        tokens, parents, depths, paths, shares = range(COUNTS + 2, len(numbers), rows)
+        token_ids, accepted = numbers[tokens : tokens + count], numbers[paths : paths + num_accepted]
+        return RoundOutcome(
+            token_ids,
+            numbers[parents : parents + count],
+            numbers[depths : depths + count],
+            numbers[shares : shares + count],
+            accepted,
+            [*map(token_ids.__getitem__, accepted), next_token],
+            read,
+            numbers[COUNTS - 3 : COUNTS],
+            1 + passes,
+            num_pending + scored,
+            numbers[COUNTS : COUNTS + 2],
+        )
 
 
 class Prepared(NamedTuple):
-    """A round of one shape, with the same settings. wanted: the C structure. passes: of target and draft, in this
-    structure. place: its address. buffers, draws: what it points to."""
+    """A round of one shape, with the same settings. wanted: the C structure. place: its address. findings: of its
+    results. buffers, draws: what it points to."""
 
     wanted: Round
-    passes: tuple[NativePass, NativePass]
     place: int
+    findings: Findings
     buffers: Buffers
     draws: tuple[NDArray[np.void], NDArray[np.void]]
 
@@ -120,10 +143,10 @@ class NativeRounds(Rounds):
         self._most_draws: dict[RoundShape, tuple[int, int, int]] = {}
         self._buffers: Buffers | None = None
         self._structures = storages[0].structure, storages[1].structure
-        self._prepared: dict[tuple[RoundShape, Settings], Prepared] = {}
-        self._batch = causal_batch(target, [0], 0)  # says nothing: the round has its own
+        self._prepared: dict[tuple[RoundShape, DrawSettings], Prepared] = {}
         self._next: tuple[RoundShape, Sequence[int], RoundDraws | None] | None = None
-        self._engine = RoundEngine(self, engines[0])
+        batch = causal_batch(target, [0], 0)  # says nothing: a round has its own
+        self._pass = Pass(RoundEngine(self, engines[0]), batch, rows[0].cache)
 
     def most_draws(self, shape: RoundShape) -> tuple[int, int, int]:
         """See Rounds.most_draws. Of many columns, a block or a run is drawn first, as by the host."""
@@ -156,30 +179,31 @@ class NativeRounds(Rounds):
     def prepare(self, shape: RoundShape, pending: Sequence[int], draws: RoundDraws | None = None) -> Pass:
         """See Rounds.prepare."""
         self._next = shape, pending, draws
-        return Pass(self._engine, self._batch, self._rows[0].cache)
+        return self._pass
 
     def run(self) -> None:
         """Run the prepared round. Raises EngineError as Engine.forward does."""
         if self._next is None:
             raise EngineError("the rounds of this text were closed: open others over its caches")
         (shape, pending, draws), (target, draft), (rows, drafted) = self._next, self._engines, self._rows
-        num_pending, numbers = len(pending), NO_NUMBERS if draws is None else draws[5:]
-        own, other = rows.reserve(shape.size + 1), drafted.reserve(num_pending + (shape.depth - 1) * shape.width)
-        wanted, passes, place, buffers, _ = self._wanted(shape, draws)
-        tokens, given = array("q", pending), [array("d", each) for each in numbers]  # they live as long as the round
-        places = tokens.buffer_info()[0], *(each.buffer_info()[0] for each in given)
-        fields = num_pending, own.position, other.position, *places, address(own.visible), address(other.visible)
-        GIVEN.pack_into(wanted, Round.pending.offset, *fields)
-        passes[0].start, passes[0].length, passes[1].start, passes[1].length = *own[:2], *other[:2]
+        num_pending = len(pending)
+        own = rows.open_block(shape.size + 1)
+        other = drafted.open_block(num_pending + (shape.depth - 1) * shape.width)
+        settings, *numbers = draws or NO_DRAWS
+        wanted, place, findings, buffers, _ = self._wanted(shape, settings)
+        tokens = array("q", pending)  # lives as long as the round
+        places = [each.buffer_info()[0] for each in numbers]
+        slots = own.position, other.position, own.start, other.start, own.length, other.length
+        visible = address(own.visible) or 0, address(other.visible) or 0
+        GIVEN.pack_into(wanted, Round.pending.offset, num_pending, *slots, tokens.buffer_info()[0], *places, *visible)
         target.run_round(draft, place)
-        self.outcome = found = outcome_of(buffers, num_pending)
-        accepted = [*map(found.token_ids.__getitem__, found.accepted)]
-        rows.commit([pending[-1], *accepted])
-        drafted.commit([*pending, *accepted[: found.num_scored]])
+        self.outcome = found = findings.read(buffers.found, num_pending)
+        rows.append([pending[-1], *found.written[:-1]])
+        drafted.append([*pending, *found.written[: found.num_scored]])
 
-    def _wanted(self, shape: RoundShape, draws: RoundDraws | None) -> Prepared:
+    def _wanted(self, shape: RoundShape, settings: DrawSettings) -> Prepared:
         """A round of this shape with these settings. The buffers are made anew where the shape needs larger ones."""
-        (storage, other), settings = self._storages, GREEDY if draws is None else draws[:5]
+        storage, other = self._storages
         if self._structures != (storage.structure, other.structure):  # one has grown
             self._structures = storage.structure, other.structure
             self._prepared.clear()
@@ -196,7 +220,7 @@ class NativeRounds(Rounds):
             prepared = self._prepared[key] = self._describe(made, shape, settings)
         return prepared
 
-    def _describe(self, buffers: Buffers, shape: RoundShape, settings: Settings) -> Prepared:
+    def _describe(self, buffers: Buffers, shape: RoundShape, settings: DrawSettings) -> Prepared:
         temperature, draft_share, min_p, top_p, top_k = settings
         top_k = top_k if top_k < self._columns[0] else 0
         asked, size = wanted_by(temperature, top_p, top_k, min_p), buffers.size
@@ -210,12 +234,12 @@ class NativeRounds(Rounds):
             target["ids"][: size.truncated] = rows_of(buffers.kept_ids)
             target["weights"][: size.truncated] = rows_of(buffers.kept_probs)
         draft["ids"], draft["weights"] = rows_of(buffers.ids), rows_of(buffers.probs)
-        found, seconds, shares = (each.buffer_info()[0] for each in (buffers.found, buffers.seconds, buffers.shares))
-        lists = range(found + 8 * COUNTS, found + 8 * len(buffers.found), 8 * size.rows)
+        found, findings = buffers.found.buffer_info()[0], Findings(shape.size + 1)
+        results = range(found + 8 * (COUNTS + 2), found + 8 * len(buffers.found), 8 * findings.rows)
         numbers = shape.depth, shape.size, shape.width, VERIFIERS.index(shape.verify), shape.is_drawn, shape.is_tree
         wanted = Round(*numbers, outputs=1 + (shape.depth - 1) * shape.width)
-        wanted.counts, wanted.seconds, wanted.shares = found, seconds, shares
-        for name, at in zip(LISTS, lists, strict=True):
+        wanted.counts, wanted.seconds = found, found + 8 * COUNTS
+        for name, at in zip(RESULTS, results, strict=False):  # there may be room for larger rounds
             setattr(wanted, name, at)
         wanted.names, wanted.room = address(self._names), address(buffers.room)
         wanted.cuts = Cuts(top_p, min_p, top_k)
@@ -225,7 +249,7 @@ class NativeRounds(Rounds):
         if not shape.is_drawn:
             wanted.draft.top = bindings.top_columns(self._columns[1])
             wanted.draft.ids, wanted.draft.logprobs = address(buffers.ids), address(buffers.logprobs)
-        return Prepared(wanted, (wanted.target, wanted.draft), addressof(wanted), buffers, (target, draft))
+        return Prepared(wanted, addressof(wanted), findings, buffers, (target, draft))
 
     def close(self) -> None:
         """See Rounds.close."""
@@ -254,49 +278,6 @@ class RoundEngine(Engine):
 
     def close(self) -> None:
         """Nothing: the engines of target and draft are their owner's."""
-
-
-class OwnRows:
-    """See TextRows: of a text with a cache of its own."""
-
-    def __init__(self, cache: NativeKVCache, most: int) -> None:
-        """most: rows of the cache."""
-        self.cache = self.storage = cache
-        self._most = most
-
-    def has_room(self, rows: int) -> bool:
-        """See TextRows.has_room."""
-        return self.cache.length + rows <= self._most
-
-    def reserve(self, rows: int) -> Block:
-        """See TextRows.reserve."""
-        length = self.cache.length
-        self.cache.make_room(length + rows)
-        return Block(length, length, NONE_BEFORE, length)
-
-    def commit(self, token_ids: Sequence[int]) -> None:
-        """See TextRows.commit."""
-        self.cache.advance(len(token_ids))
-
-
-def outcome_of(buffers: Buffers, num_pending: int) -> RoundOutcome:
-    """What a round has found."""
-    found, rows = buffers.found, buffers.size.rows
-    count, num_accepted, next_token, passes, scored, read, drawn, tested, chosen = found[:COUNTS]
-    tokens, parents, depths, _, accepted = range(COUNTS, len(found), rows)
-    return RoundOutcome(
-        tuple(found[tokens : tokens + count]),
-        tuple(found[parents : parents + count]),
-        tuple(found[depths : depths + count]),
-        tuple(buffers.shares[:count]),
-        tuple(found[accepted : accepted + num_accepted]),
-        next_token,
-        read,
-        (drawn, tested, chosen),
-        1 + passes,
-        num_pending + scored,
-        (buffers.seconds[0], buffers.seconds[1]),
-    )
 
 
 def levels(count: int) -> int:

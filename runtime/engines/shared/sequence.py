@@ -78,15 +78,15 @@ class PooledRows:
         """See TextRows.has_room."""
         return self._pool.has_block(self.cache, rows)
 
-    def reserve(self, rows: int) -> Block:
-        """See TextRows.reserve."""
+    def open_block(self, rows: int) -> Block:
+        """See TextRows.open_block."""
         self._start = self._pool.open_block(self.cache, rows)
         visible = np.zeros(self._start, np.bool_)
         visible[self.cache.slots] = True
         return Block(self._start, 0, visible, self.cache.length)
 
-    def commit(self, token_ids: Sequence[int]) -> None:
-        """See TextRows.commit."""
+    def append(self, token_ids: Sequence[int]) -> None:
+        """See TextRows.append."""
         cache, count, prefixes = self.cache, len(token_ids), self._pool.prefixes
         slots = np.arange(self._start, self._start + count)
         cache.salt = self._leader.salt

@@ -185,10 +185,10 @@ class Draws:
 
 def numbers_of(draws: RoundDraws) -> list[float]:
     """The content of "draws"."""
-    T = draws.temperature
-    offsets = (T * math.log(share) if share > 0 else -math.inf for share in (draws.draft_share, draws.target_share))
+    T, *shares, top_p, top_k = draws.settings
+    offsets = (T * math.log(share) if share > 0 else -math.inf for share in shares)
     return [
-        *(number for offset in offsets for number in (T, offset, draws.top_p, draws.top_k)),
+        *(number for offset in offsets for number in (T, offset, top_p, top_k)),
         *draws.draft,
         *draws.tests,
         *draws.last,

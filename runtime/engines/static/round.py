@@ -237,6 +237,7 @@ class Round:
             for name in ("row_tokens", "row_parents", "row_depths", "row_values")
         )
         accepted = tuple(found["accepted"][text, :count].tolist())
+        written = [*(tokens[row] for row in accepted), next_token]
         uses: tuple[int, ...] = ()
         if self._draws is not None:
             check_peaks(found["row_peaks"][: len(found["row_peaks"]) - (self._shape.size + 1) + rows])
@@ -249,7 +250,7 @@ class Round:
         used, depth = self._shape.num_draws(count, *uses), self._shape.depth
         rows_drafted = num_pending + (depth - 1) * self._shape.width
         tree = tokens, parents, depths, (1.0, *shares)
-        return RoundOutcome(*tree, accepted, next_token, num_scored, used, depth, rows_drafted)
+        return RoundOutcome(*tree, accepted, written, num_scored, used, depth, rows_drafted)
 
 
 def addresses(each: RoundPass) -> tuple[int, ...]:

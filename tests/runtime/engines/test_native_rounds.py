@@ -4,6 +4,7 @@ exactness is proved by enumeration, and come to the same trees, the same accepte
 from __future__ import annotations
 
 import re
+from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import cycle
@@ -35,7 +36,7 @@ from draftwood.runtime.decoding.loop import drive
 from draftwood.runtime.decoding.stats import SpecDecodeStats
 from draftwood.runtime.engines.native.engine import NativeEngine
 from draftwood.runtime.engines.native.rounds import NativeRounds
-from draftwood.runtime.engines.rounds import BEST, BLOCK, RoundDraws, RoundShape
+from draftwood.runtime.engines.rounds import BEST, BLOCK, DrawSettings, RoundDraws, RoundShape
 from draftwood.runtime.engines.shared.placement import PANEL
 from draftwood.runtime.engines.shared.pool import PooledEngine
 from draftwood.runtime.engines.shared.sequence import PooledKVCache
@@ -331,12 +332,13 @@ def test_logits_that_are_no_numbers_are_an_error(
 ) -> None:
     rounds, caches = rounds_of(pair)
     for cache in caches:
-        cache.make_room(1)
-        cache.length = 1
+        cache.open_block(1)
+        cache.append([0])
     caches[role].values[...] = np.nan
     shape = RoundShape(2, 2, 1, BLOCK if temperature else BEST, is_drawn=bool(temperature))
-    draft, tests, last = ([0.5] * count for count in rounds.most_draws(shape))
-    draws = RoundDraws(temperature, 1e-4, 0.0, top_p, top_k, draft, tests, last) if temperature else None
+    draft, tests, last = (array("d", [0.5] * count) for count in rounds.most_draws(shape))
+    settings = DrawSettings(temperature, 1e-4, 0.0, top_p, top_k)
+    draws = RoundDraws(settings, draft, tests, last, array("d")) if temperature else None
     assert rounds.fits(shape, 1)
     with pytest.raises(EngineError, match="NaN or infinite"):
         rounds.prepare(shape, [7], draws).run()

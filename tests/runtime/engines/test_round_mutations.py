@@ -9,13 +9,14 @@ from typing import Any
 import numpy as np
 import pytest
 from cuda_driver.machine import Machine
+from drawn_rounds import numbers_of
 from scripted_rounds import DeviceRounds, Scorer
 from uniforms import uniform_streams
 
 from draftwood.models.errors import EngineError
 from draftwood.plugins.device_round.images import STATE
 from draftwood.runtime import SamplingParams
-from draftwood.runtime.decoding.whole_rounds import draws_of, uniforms_of, use_draws
+from draftwood.runtime.decoding.whole_rounds import uniforms_of, use_draws
 from draftwood.runtime.engines.rounds import BLOCK, RoundOutcome, RoundShape
 from draftwood.runtime.engines.static.cuda import CudaDevice
 from draftwood.runtime.engines.static.draws import Draws
@@ -34,7 +35,7 @@ def texts(gpu: Machine) -> list[RoundOutcome]:
         rounds = DeviceRounds(gpu, SHAPE, Scorer(seed + 10, 20, 18, draft), draft, PROMPT)
         streams = uniform_streams(seed)
         for _ in range(2):
-            found.append(rounds.run(draws_of(SHAPE, SHAPE.most_draws, PARAMS, uniforms_of(streams))))
+            found.append(rounds.run(numbers_of(SHAPE, PARAMS, streams)))
             use_draws(found[-1], uniforms_of(streams))
     return found
 
