@@ -42,7 +42,9 @@ class PrefixTree:
             self._empty_texts[salt] = self._last_empty_text
         return self._empty_texts[salt]
 
-    def record(self, slots: NDArray[np.int64], token_ids: NDArray[np.int64], position_ids: NDArray[np.int64]) -> None:
+    def record(
+        self, slots: NDArray[np.int64] | slice, token_ids: NDArray[np.int64], position_ids: NDArray[np.int64]
+    ) -> None:
         """Store the tokens and positions of newly computed rows in `slots`."""
         self._tokens[slots], self._positions[slots], self._used[slots] = token_ids, position_ids, 0
 

@@ -40,7 +40,11 @@ class PooledKVCache:
         """See KVCache.commit. Raises EngineError for a slot that was not computed."""
         if any(not 0 <= slot < self.speculative for slot in slots):
             raise EngineError(f"slots {list(slots)} were not computed; {self.speculative} speculative rows exist")
-        accepted, prefixes = self.speculative_slots[np.asarray(slots, np.int64)], self._pool.prefixes
+        self.append(self.speculative_slots[np.asarray(slots, np.int64)])
+
+    def append(self, accepted: NDArray[np.int64]) -> None:
+        """Append computed slots, in this order, to the committed rows; discard the speculative rows."""
+        prefixes = self._pool.prefixes
         if prefixes is None:
             self.slots = np.concatenate((self.slots, accepted))
         else:
@@ -87,10 +91,11 @@ class PooledRows:
 
     def append(self, token_ids: Sequence[int]) -> None:
         """See TextRows.append."""
-        cache, count, prefixes = self.cache, len(token_ids), self._pool.prefixes
-        slots = np.arange(self._start, self._start + count)
+        cache, prefixes, length = self.cache, self._pool.prefixes, self.cache.length
+        start, end = self._start, self._start + len(token_ids)
         cache.salt = self._leader.salt
         if prefixes is not None:
-            prefixes.record(slots, np.array(token_ids), np.arange(cache.length, cache.length + count))
-        cache.speculative_slots, cache.run = slots, cache.run._replace(next=self._start + count)
-        cache.commit(range(count))
+            positions = np.arange(length, length + len(token_ids))
+            prefixes.record(slice(start, end), np.array(token_ids, np.int64), positions)
+        cache.run = cache.run._replace(next=end)
+        cache.append(np.arange(start, end))
