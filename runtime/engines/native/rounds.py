@@ -198,8 +198,13 @@ class NativeRounds(Rounds):
         GIVEN.pack_into(wanted, Round.pending.offset, num_pending, *slots, tokens.buffer_info()[0], *places, *visible)
         target.run_round(draft, place)
         self.outcome = found = findings.read(buffers.found, num_pending)
-        rows.append([pending[-1], *found.written[:-1]])
-        drafted.append([*pending, *found.written[: found.num_scored]])
+        try:
+            rows.append([pending[-1], *found.written[:-1]])
+            drafted.append([*pending, *found.written[: found.num_scored]])
+        except BaseException:  # without memory; the loop may run this round again
+            rows.cache.truncate(own.position)
+            drafted.cache.truncate(other.position)
+            raise
 
     def _wanted(self, shape: RoundShape, settings: DrawSettings) -> Prepared:
         """A round of this shape with these settings. The buffers are made anew where the shape needs larger ones."""

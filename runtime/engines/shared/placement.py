@@ -65,9 +65,10 @@ def has_block(run: Run, last: int, count: int) -> bool:
     return last < run.next <= run.end - count
 
 
-def place_block(run: Run, last: int, count: int, top: int) -> tuple[Run, int]:
-    """The run of which the next slots are for a block of `count` rows, and the number of slots in use."""
+def place_block(run: Run, last: int, count: int, top: int, limit: int) -> tuple[Run, int]:
+    """The run of which the next slots are for a block of `count` rows, and the number of slots in use. limit: the most
+    of them, which leave room for the block."""
     if has_block(run, last, count):
         return run, top
-    end = top + -(-(count + SPARE) // PANEL) * PANEL
+    end = min(top + -(-(count + SPARE) // PANEL) * PANEL, limit)
     return Run(top, top, end), end

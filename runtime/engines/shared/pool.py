@@ -201,8 +201,9 @@ class PooledEngine(Engine):
         `forward` does."""
         self._check_open((cache,))
         if not has_block(cache.run, cache.last, rows):
-            self._make_room(rows + SPARE, 1)
-        cache.run, top = place_block(cache.run, cache.last, rows, self._storage.speculative)
+            left = self._limit - rows - sum(each.length + each.speculative for each in self.caches)
+            self._make_room(rows + max(0, min(SPARE, left)), 1)
+        cache.run, top = place_block(cache.run, cache.last, rows, self._storage.speculative, self._limit)
         self._storage.occupy(top)
         return cache.run.next
 

@@ -322,7 +322,8 @@ def test_rows_of_a_sequence_lie_in_panels_of_its_own() -> None:
 def test_a_block_is_free_and_behind_its_sequence(start: int, free: int, last: int, count: int, top: int) -> None:
     """Slots of a sequence ascend, and whole panels are its own. top: the slots in use."""
     run, last = Run(start, start, min(start + free, top)), min(last, top - 1)
-    placed, used = place_block(run, last, count, top)
+    placed, used = place_block(run, last, count, top, top + count + free)
     assert last < placed.next <= placed.end - count and placed.end <= used
     assert (placed, used) == (run, top) or (placed.next == placed.kept == top and placed.end == used >= top + count)
+    assert used <= top + count + free
     assert (placed == run) == has_block(run, last, count)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import pytest
 from bundling import DEMO, built_native
@@ -13,6 +13,7 @@ from draftwood.runtime import LLM, AsyncLLM, SamplingParams, SpeculativeConfig
 from draftwood.runtime.engines.native.engine import NativeEngine
 from draftwood.runtime.engines.native.rounds import NativeRounds
 from draftwood.runtime.engines.shared.pool import PooledEngine
+from draftwood.runtime.engines.shared.sequence import PooledRows
 
 CHAIN = SpeculativeConfig("chain", max_draft_len=4, budget="fixed")
 PARAMS = SamplingParams(max_tokens=48, temperature=0.7, seed=4, ignore_eos=True)
@@ -75,3 +76,23 @@ def test_a_round_without_memory_runs_again(llm: LLM, monkeypatch: pytest.MonkeyP
 
     run(work, llm)
     assert happened == ["no memory", "target freed", "draft freed"]
+
+
+def test_a_round_that_only_the_target_committed_runs_again(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory may run out between the two commits."""
+    expected, append, commits = llm.generate(PROMPT, PARAMS)[0].token_ids, PooledRows.append, list[int]()
+
+    def fail_once(self: PooledRows, token_ids: Sequence[int]) -> None:
+        commits.append(len(token_ids))
+        if len(commits) == 6:
+            raise MemoryError
+        append(self, token_ids)
+
+    monkeypatch.setattr(PooledRows, "append", fail_once)
+
+    async def work(served: AsyncLLM) -> None:
+        for _ in range(2):  # the second text finds rows of the first
+            assert tokens_of(await collect(served.generate(PROMPT, PARAMS))) == list(expected)
+
+    run(work, llm)
+    assert len(commits) > 16
