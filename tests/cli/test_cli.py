@@ -201,7 +201,7 @@ def test_bench_counts_every_request_from_zero(
         ("bench BUNDLE --prompts missing.jsonl", "missing.jsonl"),
         ("bench BUNDLE --prompts PROMPTS --output OUT/figures.json", "--output"),
         ("bench BUNDLE --prompts PROMPTS --configs chain:x", "chain:4"),
-        ("bench BUNDLE --prompts PROMPTS --configs spiral:4", "grow must be one of"),
+        ("bench BUNDLE --prompts PROMPTS --configs spiral:4", "configuration 'spiral:4': grow must be one of"),
         ("bench BUNDLE --prompts PROMPTS --configs auto,", "chain:4"),
         ("bench BUNDLE --prompts PROMPTS --configs k-ary/branching=x", "chain:4"),
         ("bench BUNDLE --prompts PROMPTS --configs k-ary:16", "write k-ary/branching=4-2-1"),
