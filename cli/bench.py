@@ -275,6 +275,8 @@ def encode_prompts(tokenizer: Tokenizer, texts: Sequence[str], chat: bool) -> li
     RequestError, for a model without a chat template, too."""
     if not chat:
         return [tokenizer.encode(text) for text in texts]
+    if not tokenizer.has_chat_template:
+        raise RequestError("this model has no chat template, which --chat needs: leave --chat out")
     written = (tokenizer.apply_chat_template([{"role": "user", "content": text}]) for text in texts)
     return [tokenizer.encode(text, add_special_tokens=False) for text in written]
 

@@ -67,6 +67,8 @@ def run(args: argparse.Namespace) -> int:
     with LLM(args.bundle, config, args.threads, args.draft_threads, args.provider) as llm:
         if llm.stale_costs:
             notes.print(f"── {costs_note(llm.stale_costs)}", markup=False, highlight=False, soft_wrap=True)
+        if args.chat is not None and not llm.tokenizer.has_chat_template:
+            raise RequestError("this model has no chat template, which --chat needs: use --prompt")
         prompt = llm.encode(text) if args.chat is None else llm.encode_chat([{"role": "user", "content": args.chat}])
         recorder = RoundRecorder(token_texts(llm.tokenizer))
         observe = None if args.explain is None else recorder.observe

@@ -181,7 +181,7 @@ def test_bench_counts_every_request_from_zero(
         ("profile BUNDLE --contexts=-5", "contexts must be at least 1"),
         ("profile BUNDLE --contexts 64,0", "contexts must be at least 1"),
         ("generate BUNDLE --prompt-file missing.txt", "missing.txt"),
-        ("generate BUNDLE --chat hello", "no chat template"),
+        ("generate BUNDLE --chat hello", "no chat template, which --chat needs: use --prompt"),
         ("generate nowhere --prompt x", "with draftwood build"),
         ("generate BUNDLE --prompt x --topology -1,0", "topology must hold numbers from 0"),
         ("generate BUNDLE --prompt x --topology=-1,0", "topology must hold numbers from 0"),

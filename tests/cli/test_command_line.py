@@ -134,13 +134,20 @@ def test_inspect_shows_formats_memory_and_the_chat_template(
     assert "no chat template" in capsys.readouterr().out
 
 
-def test_empty_configurations_are_not_the_default_ones(
-    tiny_bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        (["--configs", ""], "configuration '' is not understood"),
+        (["--chat"], "no chat template, which --chat needs: leave --chat out"),
+    ],
+)
+def test_wrong_options_of_bench_are_named(
+    options: list[str], named: str, tiny_bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text('{"prompt": "hello"}\n')
-    assert main(["bench", str(tiny_bundle), "--prompts", str(prompts), "--configs", ""]) == 2
-    assert "configuration '' is not understood" in capsys.readouterr().err
+    assert main(["bench", str(tiny_bundle), "--prompts", str(prompts), *options]) == 2
+    assert named in capsys.readouterr().err
 
 
 def test_bench_reports_intervals_that_hold_its_medians(
