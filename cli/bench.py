@@ -99,7 +99,8 @@ def run(args: argparse.Namespace) -> int:
     tokenizer = Tokenizer.load(bundle.folder)
     texts = read_prompts(args.prompts)[: args.limit]
     prompts = [check_prompt(prompt, bundle) for prompt in encode_prompts(tokenizer, texts, args.chat)]
-    asked = args.configs or (CONFIGS if bundle.has_draft else WITHOUT_DRAFT)
+    default = CONFIGS if bundle.has_draft else WITHOUT_DRAFT
+    asked = default if args.configs is None else args.configs
     configs = {name: parse_config(name) for name in dict.fromkeys([PLAIN, *asked.split(",")])}
     target = bundle.open_engine(TARGET, args.threads, args.provider)
     opens_draft = bundle.has_draft or args.draft_threads  # which would be ignored
@@ -259,7 +260,10 @@ def parse_config(text: str) -> SpeculativeConfig | None:
         raise ConfigError(
             f"configuration {text!r} is not understood ({error}); write for instance chain:4 or topk:16/max_draft_len=6"
         ) from error
-    return SpeculativeConfig(**values)
+    try:
+        return SpeculativeConfig(**values)
+    except ConfigError as error:
+        raise ConfigError(f"configuration {text!r}: {error}") from error
 
 
 def add_chat(parser: argparse.ArgumentParser) -> None:
@@ -271,6 +275,8 @@ def encode_prompts(tokenizer: Tokenizer, texts: Sequence[str], chat: bool) -> li
     RequestError, for a model without a chat template, too."""
     if not chat:
         return [tokenizer.encode(text) for text in texts]
+    if not tokenizer.has_chat_template:
+        raise RequestError("this model has no chat template, which --chat needs: leave --chat out")
     written = (tokenizer.apply_chat_template([{"role": "user", "content": text}]) for text in texts)
     return [tokenizer.encode(text, add_special_tokens=False) for text in written]
 

@@ -21,7 +21,7 @@ from ..runtime.sampling.params import LARGEST_COUNT, SamplingParams
 from .chat_commands import ChatState, left_out, run_command
 from .line_editor import LineEditor
 from .live import PROMPT, costs_note, open_view, running
-from .options import add_engines, add_sampling, add_speculation, read_options, speculative
+from .options import add_engines, add_sampling, add_speculation, read_options, speculative, valid_text
 from .progress import warm_up
 from .streams import standard_input
 
@@ -39,7 +39,7 @@ def add_parser(commands: Any) -> None:
         "message, and the answers go to standard output.",
     )
     parser.add_argument("bundle", type=Path)
-    parser.add_argument("--system", metavar="TEXT", help="the system message")
+    parser.add_argument("--system", metavar="TEXT", type=valid_text, help="the system message")
     parser.add_argument(
         "--json", action="store_true", help="one JSON object per answer; each line of standard input is a message"
     )

@@ -16,7 +16,8 @@ def read(file: Path, option: str) -> str:
     try:
         return file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise RequestError(f"{option} {file} cannot be read: {error}") from error
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise RequestError(f"{option} {file} cannot be read ({reason}): give a text file in UTF-8") from error
 
 
 def check_writable(file: Path, option: str, inputs: Iterable[Path | None] = ()) -> None:

@@ -21,7 +21,7 @@ from ..runtime.sampling.structured import StructuredOutput
 from ..runtime.text.tokenizer import token_texts
 from .files import check_writable, files_of, read, write
 from .live import costs_note, open_view, summary
-from .options import add_engines, add_quiet, add_sampling, add_speculation, read_options, speculative
+from .options import add_engines, add_quiet, add_sampling, add_speculation, read_options, speculative, valid_text
 from .streams import read_input
 
 
@@ -29,12 +29,16 @@ def add_parser(commands: Any) -> None:
     parser = commands.add_parser("generate", help="complete a prompt")
     parser.add_argument("bundle", type=Path)
     prompt = parser.add_mutually_exclusive_group(required=True)
-    prompt.add_argument("--prompt", metavar="TEXT", help="text to complete")
+    prompt.add_argument("--prompt", metavar="TEXT", type=valid_text, help="text to complete")
     prompt.add_argument("--prompt-file", metavar="FILE", help="file with the text to complete; - reads standard input")
-    prompt.add_argument("--chat", metavar="TEXT", help="a user's message, put through the model's chat template")
+    prompt.add_argument(
+        "--chat", metavar="TEXT", type=valid_text, help="a user's message, put through the model's chat template"
+    )
     form = parser.add_mutually_exclusive_group()
     form.add_argument("--json-schema", metavar="FILE", type=Path, help="the text is JSON that fits this schema")
-    form.add_argument("--regex", metavar="PATTERN", help="the whole text matches this regular expression")
+    form.add_argument(
+        "--regex", metavar="PATTERN", type=valid_text, help="the whole text matches this regular expression"
+    )
     form.add_argument("--grammar", metavar="FILE", type=Path, help="the text follows this grammar, Lark's or GBNF's")
     parser.add_argument(
         "--json", action="store_true", help="one JSON object: the fields of CompletionOutput, and the prompt's tokens"
@@ -63,6 +67,8 @@ def run(args: argparse.Namespace) -> int:
     with LLM(args.bundle, config, args.threads, args.draft_threads, args.provider) as llm:
         if llm.stale_costs:
             notes.print(f"── {costs_note(llm.stale_costs)}", markup=False, highlight=False, soft_wrap=True)
+        if args.chat is not None and not llm.tokenizer.has_chat_template:
+            raise RequestError("this model has no chat template, which --chat needs: use --prompt")
         prompt = llm.encode(text) if args.chat is None else llm.encode_chat([{"role": "user", "content": args.chat}])
         recorder = RoundRecorder(token_texts(llm.tokenizer))
         observe = None if args.explain is None else recorder.observe

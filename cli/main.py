@@ -81,7 +81,7 @@ def arguments(argv: Sequence[str]) -> argparse.Namespace:
         "--print-completion",
         action=PrintCompletion,
         metavar="SHELL",
-        help="a script for bash, zsh or tcsh that completes",
+        help="a script that completes commands and options in bash, zsh, tcsh or another shell that shtab knows",
     )
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     for command in COMMANDS:
@@ -97,7 +97,8 @@ class Parser(argparse.ArgumentParser):
         known, rest = super().parse_known_args(args, namespace)
         if rest:
             name = next((each for each in rest if each.startswith("-")), "").partition("=")[0]
-            near = nearest(name, self._option_string_actions)
+            near = nearest(name.lstrip("-"), (option.lstrip("-") for option in self._option_string_actions))
+            near = near.replace("mean ", "mean --")
             self.error(f"unrecognized arguments: {' '.join(rest)}{near}")
         return known, rest
 

@@ -44,6 +44,15 @@ def positive(text: str) -> int:
     return value
 
 
+def valid_text(text: str) -> str:
+    """Text of a command line, in which Python leaves half of a surrogate pair for a byte that it cannot decode."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise argparse.ArgumentTypeError(f"write text in UTF-8, which {text!r} is not") from error
+    return text
+
+
 def add_field(
     parser: argparse._ActionsContainer,
     kind: type,
@@ -90,7 +99,11 @@ def add_sampling(parser: argparse.ArgumentParser, **defaults: str) -> None:
     ):
         add_field(group, SamplingParams, name, help, kind, defaults.get(name))
     group.add_argument(
-        "--stop", action="append", default=argparse.SUPPRESS, help="text that ends the output; may be repeated"
+        "--stop",
+        action="append",
+        type=valid_text,
+        default=argparse.SUPPRESS,
+        help="text that ends the output; may be repeated",
     )
     group.add_argument("--ignore-eos", action="store_true", default=argparse.SUPPRESS, help="ignore end-of-text tokens")
 
@@ -113,7 +126,7 @@ def add_speculation(parser: argparse.ArgumentParser) -> None:
         ("max_total_draft_tokens", int, "tokens of a tree"),
         ("frontier_width", int, "tree nodes that the draft scores in one pass"),
         ("branching", integers, "children per depth of a k-ary tree"),
-        ("topology", integers, "parent of each position of a static tree"),
+        ("topology", integers, "parent of each position of a static tree, such as 0,0,1; 0 is the root"),
         ("draft_threshold", float, "least value of a draw (dyspec-threshold)"),
         ("merge_ngram", int, "length of recurring sequences that are merged (gsd)"),
         ("sibling_share", float, "prune tokens less probable than this share of their best sibling (gsd)"),

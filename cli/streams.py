@@ -74,9 +74,11 @@ def standard_input() -> TextIO:
 def read_input() -> str:
     """All of standard input. Raises RequestError if it cannot be read."""
     try:
-        return standard_input().read()
+        text = standard_input().read()
+        text.encode()  # in some locales Python reads bytes that are no UTF-8 as lone surrogates
     except (OSError, UnicodeError) as error:
         raise RequestError(f"standard input cannot be read ({error}): send UTF-8 text") from error
+    return text
 
 
 def unwritten(error: OSError | UnicodeEncodeError) -> RequestError | None:

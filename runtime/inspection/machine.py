@@ -62,8 +62,8 @@ def native(here: Surroundings) -> Ability:
 
 
 def onnxruntime_cpu(here: Surroundings) -> Ability:
-    found = here.versions.get(CPU_PACKAGE) or here.versions.get(GPU_PACKAGE) or ""
-    return Ability(ONNXRUNTIME.name, f"CPU, {found}", some(here.obstacles[ONNXRUNTIME.name]))
+    found = here.versions.get(CPU_PACKAGE) or here.versions.get(GPU_PACKAGE)
+    return Ability(ONNXRUNTIME.name, words("CPU", found), some(here.obstacles[ONNXRUNTIME.name]))
 
 
 def onnxruntime_cuda(here: Surroundings) -> Ability:
@@ -83,14 +83,14 @@ def onnxruntime_cuda(here: Surroundings) -> Ability:
         fix = f"pip install '{GPU_PACKAGE}[cuda,cudnn]'"
         obstacles.append(f"no {', '.join(here.missing)}: {fix}, or install CUDA {CUDA_MAJOR} and cuDNN 9")
     gpu, without = gpu_of(here, OLDEST_KERNEL)
-    found = f"{gpu}, {right or CPU_PACKAGE}, with --provider cuda"
+    found = words(gpu, right, "with --provider cuda")
     return Ability(f"{ONNXRUNTIME.name} on CUDA", found, (*obstacles, *without))
 
 
 def tensorrt(here: Surroundings) -> Ability:
     gpu, without = gpu_of(here, OLDEST_TENSORRT)
     lacks = package_obstacles(here, TENSORRT)
-    return Ability(TENSORRT.name, f"{gpu}, {here.versions.get(TENSORRT.name)}", (*lacks, *without))
+    return Ability(TENSORRT.name, words(gpu, here.versions.get(TENSORRT.name)), (*lacks, *without))
 
 
 def tensorrt_rtx(here: Surroundings) -> Ability:
@@ -102,13 +102,13 @@ def tensorrt_rtx(here: Surroundings) -> Ability:
             lacks.append(
                 f"it does not support SM {first.compute_capability} ({first.name}): use --backend {TENSORRT.name}"
             )
-    return Ability(TENSORRT_RTX.name, f"{gpu}, {here.versions.get(TENSORRT_RTX.name)}", tuple(lacks))
+    return Ability(TENSORRT_RTX.name, words(gpu, here.versions.get(TENSORRT_RTX.name)), tuple(lacks))
 
 
 def torch_cpu(here: Surroundings) -> Ability:
     found = here.versions.get("torch")
     lacks = () if found else ("torch is not installed: pip install 'draftwood[build]'",)
-    return Ability("torch", f"CPU, {found}, to build and compare", lacks)
+    return Ability("torch", words("CPU", found, "to build and compare"), lacks)
 
 
 def torch_cuda(here: Surroundings) -> Ability:
@@ -123,7 +123,12 @@ def torch_cuda(here: Surroundings) -> Ability:
     if found and "triton" not in here.versions:
         obstacles.append("triton, which compiles our kernel, is not installed: pip install 'draftwood[kernel]'")
     gpu, without = gpu_of(here, OLDEST_KERNEL, cuda=None)
-    return Ability("torch on CUDA", f"{gpu}, {found}, to measure", (*obstacles, *without))
+    return Ability("torch on CUDA", words(gpu, found, "to measure"), (*obstacles, *without))
+
+
+def words(*facts: str | None) -> str:
+    """What was found, without the versions of packages that are not installed."""
+    return ", ".join(fact for fact in facts if fact is not None)
 
 
 def package_obstacles(here: Surroundings, backend: Backend) -> list[str]:

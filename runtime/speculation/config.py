@@ -150,7 +150,7 @@ class SpeculativeConfig:
             raise ConfigError("topology must name each position's parent, an earlier position; 0 is the root")
         shape = self._limits().shape
         if self.shaped and not shape:
-            raise ConfigError("grow='static' needs a topology: baseline.sequoia and baseline.k_ary make them")
+            raise ConfigError("grow='static' needs a topology, such as 0,0,1: baseline.sequoia and k_ary make them")
         if len(shape) > self.max_total_draft_tokens:
             raise ConfigError(
                 f"this shape draws {len(shape)} tokens, more than max_total_draft_tokens "

@@ -33,6 +33,12 @@ GREEDY = ["--temperature", "0", "--max-tokens", "12", "--ignore-eos"]
         ),
         (["generate", "x", "--prompt", "y", "--tempratur=0"], "did you mean --temperature?"),
         (["generate", "x", "y", "--prompt", "z"], "unrecognized arguments: y "),
+        (["generate", "x", "--prompt", "y", "--bogus"], r"unrecognized arguments: --bogus "),
+        (["generate", "x", "--prompt", "\udcff"], "argument --prompt: write text in UTF-8, which '.udcff' is not"),
+        (["generate", "x", "--chat", "\udcff"], "argument --chat: write text in UTF-8"),
+        (["generate", "x", "--prompt", "y", "--regex", "\udcff"], "argument --regex: write text in UTF-8"),
+        (["generate", "x", "--prompt", "y", "--stop", "\udcff"], "argument --stop: write text in UTF-8"),
+        (["chat", "x", "--system", "\udcff"], "argument --system: write text in UTF-8"),
         (["generate", "x", "--prompt", "y", "--grow", "chian"], "did you mean chain?"),
         (["generate", "x", "--prompt", "y", "--regex", "a", "--json-schema", "b"], "not allowed with argument"),
         (["--print-completion", "basch"], "did you mean bash?"),
@@ -45,7 +51,7 @@ def test_a_wrong_argument_is_one_line(arguments: list[str], named: str, capsys: 
         main(arguments)
     out, error = capsys.readouterr()
     assert ended.value.code == 2 and out == "" and error.count("\n") == 1
-    command = arguments[0] if arguments[0] in ("build", "generate", "inspect") else ""
+    command = arguments[0] if arguments[0] in ("build", "chat", "generate", "inspect") else ""
     assert re.match(rf"draftwood ?{command}: error: .*{named}.*\(see draftwood ?{command} --help\)$", error)
 
 
@@ -126,6 +132,22 @@ def test_inspect_shows_formats_memory_and_the_chat_template(
     assert "has no chat template" in capsys.readouterr().err
     assert main(["inspect", str(tiny_bundle)]) == 0
     assert "no chat template" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        (["--configs", ""], "configuration '' is not understood"),
+        (["--chat"], "no chat template, which --chat needs: leave --chat out"),
+    ],
+)
+def test_wrong_options_of_bench_are_named(
+    options: list[str], named: str, tiny_bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('{"prompt": "hello"}\n')
+    assert main(["bench", str(tiny_bundle), "--prompts", str(prompts), *options]) == 2
+    assert named in capsys.readouterr().err
 
 
 def test_bench_reports_intervals_that_hold_its_medians(

@@ -1,4 +1,5 @@
-"""Output files of commands: none replaces a file that the command reads, and checking one leaves nothing behind."""
+"""Files of commands: an input file that cannot be read is refused with the fix. No output file replaces a file
+that the command reads, and checking one leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -8,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from draftwood.cli.files import check_writable
+from draftwood.cli.files import check_writable, read
 from draftwood.cli.main import main
+from draftwood.models.errors import RequestError
 
 REFUSED = "would replace a file that this command reads: choose another one"
 
@@ -43,3 +45,18 @@ def test_a_check_leaves_a_link_to_a_file_that_is_still_to_come(tmp_path: Path) -
     link.symlink_to(tmp_path / "page.html")
     check_writable(link, "--explain")
     assert link.is_symlink() and os.listdir(tmp_path) == ["link.html"]
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [(None, "No such file or directory"), (b"ab\xff", "'utf-8' codec can't decode byte 0xff in position 2: .*")],
+)
+def test_an_input_that_cannot_be_read_is_refused_with_the_fix(
+    tmp_path: Path, content: bytes | None, reason: str
+) -> None:
+    file = tmp_path / "prompt.txt"
+    if content is not None:
+        file.write_bytes(content)
+    refusal = rf"^--prompt-file .*prompt.txt cannot be read \({reason}\): give a text file in UTF-8$"
+    with pytest.raises(RequestError, match=refusal):
+        read(file, "--prompt-file")

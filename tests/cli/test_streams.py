@@ -77,3 +77,11 @@ def test_an_input_that_cannot_be_read_is_one_line(line: str, named: str, chat_bu
 def test_an_encoding_that_cannot_hold_the_output_is_named(tiny_bundle: Path) -> None:
     code, error = shell(f"{COMMAND} inspect {tiny_bundle}", PYTHONIOENCODING="ascii")
     assert code == 2 and error.count("\n") == 1 and "in ascii cannot hold" in error and "PYTHONIOENCODING" in error
+
+
+@pytest.mark.parametrize("mode", ["0", "1"])  # of UTF-8, in which Python reads other bytes as lone surrogates
+def test_an_input_that_is_no_utf_8_is_one_line(mode: str, tiny_bundle: Path) -> None:
+    line = f"printf 'a\\377' | {COMMAND} generate {tiny_bundle} --prompt-file - --max-tokens 2"
+    code, error = shell(line, PYTHONUTF8=mode, LC_ALL="C.UTF-8")
+    assert code == 2 and error.count("\n") == 1
+    assert "standard input cannot be read" in error and error.endswith("send UTF-8 text\n")

@@ -56,6 +56,13 @@ def test_a_machine_with_everything_runs_everything() -> None:
     assert shown["tensorrt-rtx"] == "L4 (SM 8.9, 26 GB), 1.7.1" and shown[CPU] == "CPU, 1.31.1"
 
 
+def test_what_is_not_installed_has_no_version() -> None:
+    shown = {each.engine: each.found for each in abilities(EVERYTHING._replace(versions={}, driver="no driver"))}
+    assert shown[CPU] == "CPU" and shown[CUDA] == "no GPU, with --provider cuda" and shown["tensorrt"] == "no GPU"
+    assert shown["tensorrt-rtx"] == "no GPU"
+    assert shown["torch"] == "CPU, to build and compare" and shown["torch on CUDA"] == "no GPU, to measure"
+
+
 @pytest.mark.parametrize(
     ("versions", "said"),
     [

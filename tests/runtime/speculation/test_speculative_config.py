@@ -125,7 +125,7 @@ def test_the_largest_tree_is_the_largest() -> None:
         ({"branching": (2, 0)}, "branching must name at least one child per depth"),
         ({"topology": (0, 2)}, "an earlier position; 0 is the root"),
         ({"topology": (1,)}, "an earlier position; 0 is the root"),
-        ({"grow": "static"}, "grow='static' needs a topology"),
+        ({"grow": "static"}, "grow='static' needs a topology, such as 0,0,1"),
         ({"grow": "static", "topology": (0,) * 16}, "draws 16 tokens, more than max_total_draft_tokens (15)"),
         ({"grow": "k-ary", "branching": (4, 3)}, "draws 16 tokens, more than max_total_draft_tokens (15)"),
         ({"grow": "dyspec-threshold", "merge": "gsd", "lookup_ngram": 1}, "a draw must not merge with a given token"),
