@@ -190,8 +190,8 @@ class NativeEngine(SoloEngine):
         return self.rounds_over(own, draft, other)
 
     def rounds_over(self, rows: TextRows, draft: Engine, draft_rows: TextRows) -> Rounds | None:
-        """See Engine.rounds_over: with a native draft."""
-        if not isinstance(draft, NativeEngine):
+        """See Engine.rounds_over: with a native draft, which is another engine: a round locks both."""
+        if not isinstance(draft, NativeEngine) or draft is self:
             return None
         storages = check_cache(rows.storage, NativeKVCache), check_cache(draft_rows.storage, NativeKVCache)
         return NativeRounds((self, draft), (rows, draft_rows), storages)

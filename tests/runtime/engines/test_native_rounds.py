@@ -318,6 +318,7 @@ def test_what_fits(pair: Pair) -> None:
     caches[0].length = caches[1].length = pair[0].spec.capacity - 4
     assert rounds.fits(RoundShape(3, 3, 1), 1) and not rounds.fits(chain, 1)
     caches[0].length = caches[1].length = 0
+    assert pair[0].rounds(caches[0], pair[0], pair[0].new_cache()) is None
     rounds.close()
     with pytest.raises(EngineError, match="closed"):
         rounds.run()
