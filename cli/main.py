@@ -97,8 +97,8 @@ class Parser(argparse.ArgumentParser):
         known, rest = super().parse_known_args(args, namespace)
         if rest:
             name = next((each for each in rest if each.startswith("-")), "").partition("=")[0]
-            near = nearest(name.lstrip("-"), (option.lstrip("-") for option in self._option_string_actions))
-            near = near.replace("mean ", "mean --")
+            long = (option[2:] for option in self._option_string_actions if option.startswith("--"))
+            near = nearest(name.lstrip("-"), long, prefix="--")
             self.error(f"unrecognized arguments: {' '.join(rest)}{near}")
         return known, rest
 

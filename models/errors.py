@@ -41,10 +41,11 @@ QUOTED = Repr()
 QUOTED.maxstring = QUOTED.maxother = 120  # characters
 
 
-def nearest(given: str, choices: Iterable[str]) -> str:
-    """The end of an error message, which asks for the choice most like `given`; empty if none is like it."""
+def nearest(given: str, choices: Iterable[str], prefix: str = "") -> str:
+    """The end of an error message, which asks for the choice most like `given`; empty if none is like it. prefix: what
+    is written before the choice, and was left out of all of them."""
     found = get_close_matches(given[: QUOTED.maxstring], list(choices), 1)
-    return f"; did you mean {found[0]}?" if found else ""
+    return f"; did you mean {prefix}{found[0]}?" if found else ""
 
 
 def shown(value: object) -> str:

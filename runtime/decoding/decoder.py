@@ -25,7 +25,7 @@ from ..speculation.planning.lookups import NO_MATCH
 from ..speculation.proposer import DraftProposer
 from ..speculation.stopwatch import Stopwatch
 from ..speculation.verifier import Acceptance, end_before_nothing, match_best
-from .chunk import LENGTH, TokenChunk, TokenLogprob
+from .chunk import LENGTH, TokenChunk
 from .job import Job
 from .logprobs import output_logprobs, read_prompt
 from .loop import drive
@@ -150,10 +150,7 @@ class SpeculativeDecoder:
             with decoding:
                 outcome = yield from self._round(request)
                 kept, finish_reason = request.cut(outcome.token_ids)
-                logprobs: list[TokenLogprob] = []
-                if sampler.params.logprobs is not None:
-                    rows, tokens = outcome.acceptance.rows, outcome.token_ids[:kept]
-                    logprobs = output_logprobs(outcome.logits, rows, tokens, sampler, sampler.params.logprobs)
+                logprobs = output_logprobs(outcome.logits, outcome.acceptance.rows, outcome.token_ids[:kept], sampler)
                 self._record(stats, request, outcome)
             if observe is not None:
                 seconds = self._lap(request, decoding)
@@ -178,7 +175,7 @@ class SpeculativeDecoder:
         request.time_pass(len(proposal.tree))
         self._commit(proposal.tree, acceptance)
         token_ids = [*(proposal.tree.token_ids[row] for row in acceptance.rows), acceptance.next_token]
-        request.learn(plan, proposal.tree, acceptance)
+        request.learn(plan, proposal.tree, acceptance, token_ids)
         num_drafted, num_merged = len(proposal.tree) - 1, sum(proposal.tree.merged)
         return Outcome(plan, num_drafted, num_merged, output.logits, acceptance, token_ids, proposal)
 
@@ -187,7 +184,7 @@ class SpeculativeDecoder:
         place decides this."""
         if self._rounds is None or self._proposer is None or self._config is None:
             return None
-        if request.sampler.follows_path or not request.is_chosen_anywhere:
+        if request.sampler.follows_path or not request.may_run_whole:
             return None
         if (plan is not None and (plan.given or not plan.depth)) or (self._sharing() > 1 and not self._rounds.join):
             return None

@@ -15,10 +15,13 @@ from .chunk import TokenLogprob
 
 
 def output_logprobs(
-    logits: NDArray[np.float32], rows: Sequence[int], tokens: Sequence[int], sampler: Sampler, count: int
+    logits: NDArray[np.float32], rows: Sequence[int], tokens: Sequence[int], sampler: Sampler
 ) -> list[TokenLogprob]:
-    """Log-probabilities of the tokens that a text keeps of a round, each with `count` alternatives. logits [R, V]: the
+    """Log-probabilities of the tokens that a text keeps of a round, if the request wants them. logits [R, V]: the
     target's; rows: the accepted ones, each of which predicts the next token."""
+    count = sampler.params.logprobs
+    if count is None:
+        return []
     predicting = (0, *rows)[: len(tokens)]
     allowed = (sampler.processing.constrain(logits[row], tokens[:index]) for index, row in enumerate(predicting))
     return [logprob_of(scores, token, count) for scores, token in zip(allowed, tokens, strict=True)]

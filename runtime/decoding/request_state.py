@@ -23,11 +23,11 @@ class RequestState:
     root: the last committed token. length: tokens of prompt and output together. tokens_left: tokens that the text may
     still get; a proposal may be one token shorter, since each round adds one token of the target. sharing: returns how
     many requests share passes, or 1 where the plans must not depend on other requests. scoring: the stopwatch of the
-    target's passes. uniforms: the streams, where an engine can draw with their numbers; else none. draws: how
-    an engine draws with them; None at temperature 0. match: what a prompt
-    lookup found for this round. observed: whether an observer receives the rounds. needs_logits: whether rounds need
-    rows of logits besides the tokens that are chosen or drawn from them. is_chosen_anywhere: whether an engine may
-    choose or draw these tokens. prompt_logprobs: what the next chunk says of the prompt, see TokenChunk.
+    target's passes. uniforms: the streams, where an engine can draw with their numbers; else none. draws: how an engine
+    draws with them; None at temperature 0. match: what a prompt lookup found for this round. observed: whether an
+    observer receives the rounds. needs_logits: whether rounds need rows of logits besides the tokens that are chosen or
+    drawn from them. may_run_whole: whether an engine may choose or draw the tokens of a round. prompt_logprobs: what
+    the next chunk says of the prompt, see TokenChunk.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class RequestState:
         self.greedy = params.greedy
         self.uniforms, self.draws = uniforms_of(streams), settings_of(params)
         self.needs_logits = params.logprobs is not None or observed
-        self.is_chosen_anywhere = not self.needs_logits and (self.greedy or bool(self.uniforms))
+        self.may_run_whole = not self.needs_logits and (self.greedy or bool(self.uniforms))
         self.controller, self.sharing = controller, sharing
         self.root, self.length = prompt[-1], len(prompt)
         self.tokens_left = min(params.max_tokens - len(sampler.output), max_length - self.length)
@@ -70,15 +70,14 @@ class RequestState:
         self.match = Match(self.match.ngram, found[: self.sampler.processing.count_allowed(found)])
         return self.match.tokens
 
-    def learn(self, plan: RoundPlan | None, tree: TokenTree, acceptance: Acceptance) -> None:
-        """Update calibration and controller by a verified round."""
+    def learn(self, plan: RoundPlan | None, tree: TokenTree, acceptance: Acceptance, token_ids: Sequence[int]) -> None:
+        """Update calibration and controller by a verified round with the output `token_ids`."""
         if self.calibration is not None and not (plan is not None and plan.chosen):
             self.calibration.update(tree, acceptance.rows)
         if self.controller is None or plan is None:
             return
         if self.match.tokens:
-            written = [*(tree.token_ids[row] for row in acceptance.rows), acceptance.next_token]
-            self.controller.observe_match(self.match, written)
+            self.controller.observe_match(self.match, token_ids)
         if plan.depth and not plan.given:
             self.controller.observe(plan, acceptance.rows, choices_of(tree, acceptance.rows))
 

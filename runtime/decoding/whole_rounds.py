@@ -19,10 +19,10 @@ from ..speculation.proposer import DraftProposer
 from ..speculation.verifier import Acceptance
 from .round import Outcome
 
-NO_ESTIMATES = array("d")
-
 if TYPE_CHECKING:  # request_state.py imports this module
     from .request_state import RequestState
+
+NO_ESTIMATES = array("d")
 
 
 def run_whole(
@@ -44,7 +44,7 @@ def run_whole(
     proposer.follow(found)
     acceptance = acceptance_of(found)
     if plan is not None or request.calibration is not None:
-        request.learn(plan, tree_of(found), acceptance)
+        request.learn(plan, tree_of(found), acceptance, found.written)
     return Outcome(plan, len(found.token_ids) - 1, 0, output.logits, acceptance, found.written, None)
 
 

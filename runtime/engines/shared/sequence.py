@@ -40,9 +40,9 @@ class PooledKVCache:
         """See KVCache.commit. Raises EngineError for a slot that was not computed."""
         if any(not 0 <= slot < self.speculative for slot in slots):
             raise EngineError(f"slots {list(slots)} were not computed; {self.speculative} speculative rows exist")
-        self.append(self.speculative_slots[np.asarray(slots, np.int64)])
+        self.extend(self.speculative_slots[np.asarray(slots, np.int64)])
 
-    def append(self, accepted: NDArray[np.int64]) -> None:
+    def extend(self, accepted: NDArray[np.int64]) -> None:
         """Append computed slots, in this order, to the committed rows; discard the speculative rows."""
         prefixes = self._pool.prefixes
         if prefixes is None:
@@ -98,4 +98,4 @@ class PooledRows:
             positions = np.arange(length, length + len(token_ids))
             prefixes.record(slice(start, end), np.array(token_ids, np.int64), positions)
         cache.run = cache.run._replace(next=end)
-        cache.append(np.arange(start, end))
+        cache.extend(np.arange(start, end))
