@@ -42,6 +42,7 @@ REPEATS = 9
 BRIEF_SECONDS = 3.0  # of a build, for the passes behind one context: after these, only so many repeats as are needed
 NEEDED_REPEATS = 3  # for a median
 LONG_REPEATS = 2  # where measuring each width once takes all these seconds: long passes vary less
+LONGEST_SECONDS = 9.0  # where it takes so long, once is enough
 PAUSE = 2e-4  # seconds on the host before a pass of a round with a proposal
 DRAFT_PAUSE = 5e-5  # the same between two passes of the draft
 HOST_TEMPERATURES = (0.0, 1.0)
@@ -94,7 +95,7 @@ def measure(
 ) -> CostModel:
     """Measure every width of both engines after each context that fits. begin: called for every step. contexts: those
     of `contexts_of` if none are named. seconds: of the repeats behind one context, after which there are NEEDED_REPEATS
-    and no more.
+    and no more; and of the rounds that tell the time of the host.
 
     Raises ConfigError if no context fits.
     """
@@ -118,7 +119,7 @@ def measure(
             spreads += passes.spreads
     turns, rounds = (HOST_TURNS, HOST_ROUNDS) if math.isinf(seconds) else (BRIEF_TURNS, BRIEF_ROUNDS)
     advance = begin(Step("Time outside the engines", turns * len(HOST_TEMPERATURES) * (len(HOST_TOKENS) + 1)))
-    greedy, sampled = host(pair, turns, rounds, advance)
+    greedy, sampled = host(pair, turns, rounds, advance, seconds)
     costs = {}
     for role, engine in pair.engines.items():
         backend = describe_backend(engine.spec.backend)
@@ -152,7 +153,7 @@ def measure_after(
     for repeat in range(repeats + 1):
         spent = perf_counter() - start
         if repeat == 1 and spent > limit / 2:
-            first, needed = 0, NEEDED_REPEATS if spent < limit else LONG_REPEATS
+            first, needed = 0, NEEDED_REPEATS if spent < limit else LONG_REPEATS if spent < LONGEST_SECONDS else 1
         enough = repeat >= first + needed and spent > limit
         for width in widths:
             if enough:
@@ -174,14 +175,18 @@ def measure_after(
                 advance()
     counted = {role: {width: each[first:] for width, each in found.items()} for role, found in times.items()}
     seconds = {role: [median(each) for each in found.values()] for role, found in counted.items()}
-    plain = median([*counted[TARGET][narrowest], *chain.from_iterable(each[first:] for each in beside.values())])
+    plains = [*counted[TARGET][narrowest], *chain.from_iterable(each[first:] for each in beside.values())]
+    plain = median(plains)
     multiples = [
         median(np.divide(each, beside[width][first:])) if width != narrowest else 1.0
         for width, each in counted[TARGET].items()
     ]
     seconds[TARGET] = [plain * multiple for multiple in multiples]
     measured = {
-        role: Passes(smoothed([*found], seconds[role]), tuple(map(spread, found.values())))
+        role: Passes(
+            smoothed([*found], seconds[role]),
+            tuple(spread(each if len(each) > 1 else plains) for each in found.values()),
+        )
         for role, found in counted.items()
     }
     if DRAFT in measured:  # no further pass takes longer than a first one
@@ -239,16 +244,24 @@ def smoothed(widths: Sequence[int], seconds: Sequence[float]) -> tuple[float, ..
     return tuple(mean for mean, count in runs for _ in range(count))
 
 
-def host(pair: Pair, turns: int, count: int, advance: Callable[[], None]) -> tuple[HostCosts, HostCosts]:
+def host(
+    pair: Pair, turns: int, count: int, advance: Callable[[], None], seconds: float = math.inf
+) -> tuple[HostCosts, HostCosts]:
     """Measure the time outside the engines at temperature 0 and above, per round and per proposed token, with a small
     chain and a larger tree: most proposals are between these sizes. Both kinds of rounds and plain ones take turns: the
     speed of the machine changes, and the plans compare them with each other. Medians over rounds, because an
     interruption makes one of them much longer. Rounds that an engine runs as a whole are also measured pass by pass.
-    turns: of each kind. count: tokens of a turn."""
+    turns: of each kind. count: tokens of a turn. seconds: turns that would take longer are left out, but for the first:
+    beside passes that take so long, the host's time hardly counts."""
     few, many = (min(size, pair.engines[TARGET].spec.max_width - 1) for size in HOST_TOKENS)
     configs = (*proposing(pair, few, many), None)
     rounds: dict[tuple[float, int, bool], list[float]] = {}
+    start = perf_counter()
     for turn in range(turns):
+        if turn and (perf_counter() - start) * (turn + 1) > seconds * turn:
+            for _ in range((turns - turn) * len(HOST_TEMPERATURES) * len(configs)):
+                advance()
+            break
         for temperature in HOST_TEMPERATURES:
             for index, config in enumerate(configs):
                 for by_pass in (False, True):

@@ -72,8 +72,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--num", type=int, default=30_000, help="questions (default %(default)s)")
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--without", type=Path, nargs="*", default=[], help="files of questions that are left out")
     parser.add_argument("--output", type=Path, required=True)
     args = parser.parse_args()
+    known = {json.loads(line)["prompt"] for path in args.without for line in path.read_text().splitlines()}
     makers = question_makers(random.Random(args.seed))
     rng = random.Random(args.seed + 1)
     asked: set[str] = set()
@@ -82,7 +84,8 @@ def main() -> None:
         asked.add(makers[kind]())
     questions = sorted(asked)
     rng.shuffle(questions)
-    args.output.write_text("".join(json.dumps({"prompt": question}) + "\n" for question in questions))
+    new = [question for question in questions if question not in known]
+    args.output.write_text("".join(json.dumps({"prompt": question}) + "\n" for question in new))
 
 
 def question_makers(rng: random.Random) -> dict[str, Callable[[], str]]:

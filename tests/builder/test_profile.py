@@ -92,6 +92,23 @@ def test_a_build_measures_briefly() -> None:
     assert not any(units)
 
 
+def test_long_passes_are_measured_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a pass takes a second by the clock, every width is measured once, and rounds have one turn."""
+    engines = {role: Counting(random_model(0, 8), 8, role) for role in ROLES}
+    clock, turns, done = count(), list[int](), list[int]()
+
+    def rounds(pair: Pair, config: object, temperature: float, turn: int, *given: object) -> list[float]:
+        turns.append(turn)
+        return [float(next(clock) > 0)]
+
+    monkeypatch.setattr("draftwood.builder.profile.perf_counter", lambda: float(next(clock)))
+    monkeypatch.setattr("draftwood.builder.profile.host_rounds", rounds)
+    costs = measure(Pair(engines, 200, {}), lambda step: lambda: done.append(step.units), (64,), 9, 3.0)
+    behind = [width for length, width in engines[TARGET].seen if length == 64]
+    assert all(behind.count(width) == 1 for width in engines[TARGET].spec.widths[1:]) and costs.spread == 1.0
+    assert len(turns) == 12 and set(turns) == {0} and len(done) == sum(set(done))
+
+
 def test_a_plan_behind_a_long_text_uses_what_was_measured_there(monkeypatch: pytest.MonkeyPatch) -> None:
     """Up to 1,536 tokens rows cost nothing, behind 8,000 each costs more than a pass: a line would not say so."""
     engines = {role: FakeEngine(random_model(0, 8), 8, role) for role in ROLES}
