@@ -93,20 +93,12 @@ def test_a_build_measures_briefly() -> None:
 
 
 def test_long_passes_are_measured_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where a pass takes a second by the clock, every width is measured once, and rounds have one turn."""
-    engines = {role: Counting(random_model(0, 8), 8, role) for role in ROLES}
-    clock, turns, done = count(), list[int](), list[int]()
-
-    def rounds(pair: Pair, config: object, temperature: float, turn: int, *given: object) -> list[float]:
-        turns.append(turn)
-        return [float(next(clock) > 0)]
-
-    monkeypatch.setattr("draftwood.builder.profile.perf_counter", lambda: float(next(clock)))
-    monkeypatch.setattr("draftwood.builder.profile.host_rounds", rounds)
-    costs = measure(Pair(engines, 200, {}), lambda step: lambda: done.append(step.units), (64,), 9, 3.0)
-    behind = [width for length, width in engines[TARGET].seen if length == 64]
-    assert all(behind.count(width) == 1 for width in engines[TARGET].spec.widths[1:]) and costs.spread == 1.0
-    assert len(turns) == 12 and set(turns) == {0} and len(done) == sum(set(done))
+    engines, clock, turns = {TARGET: Counting(random_model(0, 8), 8, TARGET)}, count(1.0), dict[Any, list[float]]()
+    monkeypatch.setattr("draftwood.builder.profile.perf_counter", lambda: next(clock))
+    monkeypatch.setattr("draftwood.builder.profile.host_rounds", lambda *of: turns.setdefault(of[2:], [next(clock)]))
+    spread_of_plain = measure(Pair(engines, 200, {}), lambda step: lambda: None, (64,), 9, 3.0).spread
+    assert {engines[TARGET].seen.count((64, width)) for width in engines[TARGET].spec.widths[1:]} == {1}
+    assert spread_of_plain == 1.0 and {turn for _, turn, *_ in turns} == {0}
 
 
 def test_a_plan_behind_a_long_text_uses_what_was_measured_there(monkeypatch: pytest.MonkeyPatch) -> None:
