@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from bundling import DEMO, built_native
+from costs import table
 
 from draftwood.builder.comparison import MOST_PARAMETERS, compare, num_weights, one_layer
 from draftwood.builder.profile import time_pass
@@ -19,7 +20,7 @@ from draftwood.cli import profile
 from draftwood.cli.main import main
 from draftwood.models.config import LlamaConfig
 from draftwood.models.errors import BundleError, EngineError
-from draftwood.runtime.bundle.costs import read_costs
+from draftwood.runtime.bundle.costs import read_costs, write_costs
 from draftwood.runtime.engines.backends import NATIVE
 from draftwood.runtime.engines.base import Engine
 from draftwood.runtime.engines.comparison import Comparison
@@ -106,6 +107,7 @@ def test_a_rival_that_is_not_installed_is_an_error(monkeypatch: pytest.MonkeyPat
 
 def test_a_damaged_comparison_is_refused(bundle: Path) -> None:
     """costs.json may be a stranger's."""
+    write_costs(table(), bundle)
     file = bundle / "costs.json"
     content = json.loads(file.read_text())
     good = {"backend": "a", "other": "b", "rows": [1], "seconds": [1.0], "other_seconds": [2.0]}
