@@ -64,8 +64,8 @@ class Pair:
 
 class Passes(NamedTuple):
     """The measured passes of one engine after one context: for every width the median seconds, and the spread of the
-    repeats (upper quartile / least). further: of a draft, the seconds of passes that follow another one of its
-    passes."""
+    repeats (upper quartile / least), or that of the target's narrowest passes for a width that was measured once.
+    further: of a draft, the seconds of passes that follow another one of its passes."""
 
     seconds: tuple[float, ...]
     spreads: tuple[float, ...]
