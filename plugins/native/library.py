@@ -31,7 +31,7 @@ REFUSALS = {  # of draftwood_forward
 }
 BLOCK = 32  # inputs that share a scale, and at 4 bits an offset: kernels/matrix.h
 STRIDE = 128  # numbers, to whose multiples rows of activations are filled up: kernels/engine.h
-SHARES = np.linspace(0.7, 1.05, 15, dtype=np.float32)  # of a block's span that the search for its scale begins with
+SHARES = np.linspace(0.8, 1.0, 4, dtype=np.float32)  # of a block's span that the search for its scale begins with
 map_buffer: Callable[[Any], c_char] = c_char.from_buffer  # looked up once: a pass asks for some twenty addresses
 FEW = 4096  # likely tokens; a flat distribution has thousands
 RUN = 256  # columns whose weights have a sum of their own: kernels/ranking.h

@@ -28,7 +28,14 @@ from mutants import Mutant, c_mutants, python_mutants
 ROOT = Path(__file__).resolve().parents[2]
 FOLDERS = ("builder", "cli", "models", "plugins", "runtime")
 EQUIVALENT = Path(__file__).with_name("mutants_equivalent.json")
-KERNELS = ("test_native_kernels", "test_native", "test_softmax", "test_native_edges", "test_native_rounds")
+KERNELS = (
+    "test_native_kernels",
+    "test_native_rounding",
+    "test_native",
+    "test_softmax",
+    "test_native_edges",
+    "test_native_rounds",
+)
 CONTROLLER = ("test_controller", "test_controller_learning", "test_planning_lossless")
 EXPLAIN = ("test_explain", "test_explain_html")
 SPECULATION = ("test_verifier", *CONTROLLER, "test_cost", "test_decoder", "test_room")

@@ -6,7 +6,7 @@
 
 #define LARGEST_CODE 15.0f
 #define SMALLEST_SCALE 0x1p-24f /* of fp16 */
-#define REFITS 2 /* of scale and offset to the codes that they gave */
+#define FITS 5 /* of scale and offset, of which each has the codes of the one before */
 
 /* To the nearest integer, as `nearest` does and for the same numbers, but still floats. */
 INLINE f32 whole(f32 value) { return (settled(value) + WHOLE_ZERO) - WHOLE_ZERO; }
@@ -19,48 +19,40 @@ INLINE f32 code_of(f32 weight, struct affine by, f32 inverse) {
     return whole(smaller(larger((weight - by.offset) * inverse, splat(0)), splat(LARGEST_CODE)));
 }
 
-/* The squares of what a scale and an offset in fp16 leave of a block. */
-INLINE f32 error_of(const f32 *weights, struct affine by) {
-    const f32 inverse = 1.0f / by.scale;
-    f32 error = {0};
-    for (int k = 0; k < CODE_BLOCK; k++) {
-        const f32 left = code_of(weights[k], by, inverse) * by.scale + by.offset - weights[k];
-        error += left * left;
-    }
-    return error;
-}
-
-/* The line of least squares through the weights over the codes that `by` gives; `by` itself where there is none. */
-INLINE struct affine refitted(const f32 *weights, struct affine by) {
+/* The codes that `by` gives a block: returns the squares of what they leave. next: the line of least squares through the
+ * weights over them, or `by` where there is none. sum: of the weights. */
+INLINE f32 fit(const f32 *weights, f32 sum, struct affine by, struct affine *next) {
     const f32 inverse = 1.0f / by.scale;
     const float count = CODE_BLOCK;
-    f32 code_sum = {0}, square_sum = {0}, sum = {0}, product_sum = {0};
+    f32 error = {0}, code_sum = {0}, square_sum = {0}, product_sum = {0};
     for (int k = 0; k < CODE_BLOCK; k++) {
-        const f32 code = code_of(weights[k], by, inverse);
-        code_sum += code, square_sum += code * code, sum += weights[k], product_sum += code * weights[k];
+        const f32 code = code_of(weights[k], by, inverse), left = code * by.scale - (weights[k] - by.offset);
+        error += left * left, code_sum += code, square_sum += code * code, product_sum += code * weights[k];
     }
     const f32 spread = count * square_sum - code_sum * code_sum, rise = count * product_sum - code_sum * sum;
     const i32 fits = (spread > 0) & (rise > 0);
     const f32 scale = rise / choose(fits, spread, splat(1));
     const f32 offset = (sum - scale * code_sum) / count;
-    return (struct affine){choose(fits, scale, by.scale), choose(fits, offset, by.offset)};
+    *next = (struct affine){choose(fits, scale, by.scale), choose(fits, offset, by.offset)};
+    return error;
 }
 
 /* One block of WIDTH outputs. shares: of the distance from the smallest weight to the largest, which are tried. */
 static struct affine search_affine(const f32 *weights, const float *shares, int count) {
-    f32 least = weights[0], most = weights[0];
-    for (int k = 1; k < CODE_BLOCK; k++) least = smaller(least, weights[k]), most = larger(most, weights[k]);
+    f32 least = weights[0], most = weights[0], sum = weights[0];
+    for (int k = 1; k < CODE_BLOCK; k++) {
+        least = smaller(least, weights[k]), most = larger(most, weights[k]), sum += weights[k];
+    }
     const f32 smallest = splat(SMALLEST_SCALE);
     struct affine best = {smallest, rounded_fp16(least)};
     f32 error = splat(INFINITY);
     for (int at = 0; at < count; at++) {
         struct affine by;
-        by.scale = larger((most - least) * (shares[at] / LARGEST_CODE), smallest);
+        by.scale = (most - least) * (shares[at] / LARGEST_CODE);
         by.offset = least * 0.5f + most * 0.5f - by.scale * (LARGEST_CODE / 2);
-        for (int fit = 0; fit <= REFITS; fit++) {
-            if (fit) by = refitted(weights, by);
+        for (int turn = 0; turn < FITS; turn++) {
             const struct affine held = {larger(rounded_fp16(by.scale), smallest), rounded_fp16(by.offset)};
-            const f32 left = error_of(weights, held);
+            const f32 left = fit(weights, sum, held, &by);
             const i32 better = left < error;
             error = choose(better, left, error);
             best.scale = choose(better, held.scale, best.scale), best.offset = choose(better, held.offset, best.offset);
