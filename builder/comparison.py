@@ -28,7 +28,7 @@ from ..runtime.engines.comparison import Comparison
 from ..runtime.engines.passes import prefill
 from .checkpoints.checkpoint import Checkpoint
 from .checkpoints.source import Blocks
-from .profile import time_pass
+from .pass_times import time_pass
 from .quantization.formats import FORMATS, Quantized, WeightFormat, stored_as
 
 TimePass = Callable[[Engine, Any, int], float]

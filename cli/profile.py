@@ -15,7 +15,8 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from ..builder.profile import CONTEXTS, LONGEST, Pair, measure
+from ..builder.pass_times import Pair
+from ..builder.profile import CONTEXTS, LONGEST, measure
 from ..builder.progress import Begin, Step
 from ..models.bindings import DRAFT, TARGET
 from ..models.config import LlamaConfig

@@ -30,7 +30,7 @@ from rich.table import Table
 
 from benchmarks.tools.record import add_output, write_results
 from benchmarks.tools.svg import new_figure, save_svg
-from draftwood.builder.profile import Pair, measure_after
+from draftwood.builder.pass_times import Pair, measure_after
 from draftwood.models.bindings import DRAFT, LOW_BIT, TARGET
 from draftwood.models.layers import num_parameters
 from draftwood.runtime.bundle.bundle import EngineBundle

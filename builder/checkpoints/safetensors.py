@@ -5,12 +5,14 @@ Nothing is ever unpickled: a folder with only `pytorch_model.bin` is refused.
 
 from __future__ import annotations
 
+import json
+import mmap
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-import ml_dtypes  # also registers bfloat16 with numpy, for what safetensors returns
+import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
@@ -23,8 +25,25 @@ from .source import Stored
 
 DTYPES = ("F32", "F16", "BF16")
 FLOAT8 = "F8_E4M3"
+NUMPY = {
+    **{f"F{8 * size}": np.dtype(f"<f{size}") for size in (2, 4, 8)},
+    **{f"{kind.upper()}{8 * size}": np.dtype(f"<{kind}{size}") for kind in "iu" for size in (1, 2, 4, 8)},
+    "BF16": np.dtype(ml_dtypes.bfloat16),
+    FLOAT8: np.dtype(ml_dtypes.float8_e4m3fn),
+    "BOOL": np.dtype(np.bool_),
+}
+READ_AHEAD = 256 << 20  # bytes behind a tensor, which the system reads meanwhile: most often the next ones
 MOST_SHARDS = 1024
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+
+
+class Place(NamedTuple):
+    """Where a file holds a tensor: its bytes from `start` to before `end`. version: of the file, see `version_of`."""
+
+    file: Path
+    version: tuple[int, int]
+    start: int
+    end: int
 
 
 class Safetensors:
@@ -33,14 +52,19 @@ class Safetensors:
     def __init__(self, folder: Path, files: Mapping[str, Path] | None = None) -> None:
         """files: the file of each tensor, by name; None finds the files of a model in the folder."""
         self._stored = dict[str, Stored]()
-        self._files = weight_files(folder) if files is None else files
-        for file in dict.fromkeys(self._files.values()):
-            handle = open_safetensors(file)
-            for name in handle.keys():  # noqa: SIM118 - a safetensors handle is no dict
-                if self._files.get(name) == file:
-                    header = handle.get_slice(name)
-                    dtype = header.get_dtype()
-                    self._stored[name] = Stored(tuple(header.get_shape()), dtype, dtype in DTYPES)
+        self._places = dict[str, Place]()
+        files = weight_files(folder) if files is None else files
+        for file in dict.fromkeys(files.values()):
+            open_safetensors(file)  # checks the header
+            with file.open("rb") as opened:
+                version = version_of(opened.fileno())
+                length = int.from_bytes(opened.read(8), "little")
+                header = json.loads(opened.read(length))
+            for name, entry in header.items():
+                if files.get(name) == file:
+                    start, end = (8 + length + offset for offset in entry["data_offsets"])
+                    self._places[name] = Place(file, version, start, end)
+                    self._stored[name] = Stored(tuple(entry["shape"]), entry["dtype"], entry["dtype"] in DTYPES)
 
     def names(self) -> tuple[str, ...]:
         """Names of all tensors."""
@@ -50,16 +74,41 @@ class Safetensors:
         return self._stored.get(name)
 
     def tensor(self, name: str) -> NDArray[Any]:
-        """A tensor in its stored dtype, which may be any: a source over this one may dequantise it. float8 becomes
-        `ml_dtypes.float8_e4m3fn`."""
-        # The file is opened each time, because a mapping that stays open keeps every page that was read in memory.
-        if self._stored[name].dtype == FLOAT8:  # safetensors asks numpy, which has no float8
-            import torch
+        """A tensor in its stored dtype, which may be any: a source over this one may dequantise it. It is a part of the
+        mapped file, and cannot be written to."""
+        shape, dtype, _ = self._stored[name]
+        if dtype not in NUMPY:
+            raise CheckpointError(f"{self._places[name].file}: tensor {name} is {dtype}, which numpy does not know")
+        # Mapped each time, because a mapping that stays keeps every page that was read in memory.
+        array = mapped(self._places[name]).view(NUMPY[dtype]).reshape(shape)
+        return np.require(array, requirements=["ALIGNED"])
 
-            tensor = open_safetensors(self._files[name], "pt").get_tensor(name)
-            return np.asarray(tensor.view(torch.uint8).numpy()).view(ml_dtypes.float8_e4m3fn)
-        array: NDArray[Any] = open_safetensors(self._files[name]).get_tensor(name)
-        return array
+
+def version_of(file: int) -> tuple[int, int]:
+    """The size of an open file, and when it was last written: other ones mean that it has changed."""
+    found = os.fstat(file)
+    return found.st_size, found.st_mtime_ns
+
+
+def mapped(place: Place) -> NDArray[np.uint8]:
+    """Bytes of a file, which are read when they are needed. Raises CheckpointError."""
+    _, _, start, end = place
+    first = start - start % mmap.ALLOCATIONGRANULARITY
+    if start == end:
+        return np.empty(0, np.uint8)
+    try:
+        check_plain(place.file)
+        with place.file.open("rb") as file:
+            if version_of(file.fileno()) != place.version:
+                raise ValueError("it has changed")
+            if hasattr(os, "posix_fadvise"):
+                os.posix_fadvise(file.fileno(), start, end - start + READ_AHEAD, os.POSIX_FADV_WILLNEED)
+            mapping = mmap.mmap(file.fileno(), end - first, access=mmap.ACCESS_READ, offset=first)
+    except (OSError, ValueError) as error:
+        raise CheckpointError(
+            f"{place.file} cannot be read any more ({error}): build again, and leave it alone"
+        ) from error
+    return np.frombuffer(mapping, np.uint8, end - start, start - first)
 
 
 def weight_map(folder: Path) -> dict[str, str]:
@@ -105,10 +154,10 @@ def inside(folder: Path, relative: str) -> Path:
     return path
 
 
-def open_safetensors(file: Path, framework: str = "numpy") -> Any:
+def open_safetensors(file: Path) -> Any:
     """Open a file and check its header: tensors neither overlap nor leave the file. Raises CheckpointError."""
     try:
         check_plain(file)
-        return safe_open(str(file), framework=framework)
+        return safe_open(str(file), framework="numpy")
     except (SafetensorError, OSError, ValueError) as error:
         raise CheckpointError(f"{file} is not a readable safetensors file ({error}); download it again") from error

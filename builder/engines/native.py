@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
@@ -177,7 +178,7 @@ def write_weights(
         end += -(-stored.nbytes // ALIGNMENT) * ALIGNMENT
     text = json.dumps(header).encode()
     text += b" " * (-(8 + len(text)) % ALIGNMENT)
-    with path.open("wb") as file:
+    with path.open("wb") as file, ThreadPoolExecutor(1) as disk:
         file.write(len(text).to_bytes(8, "little") + text)
         for name, stored in expected.items():
             content = np.ascontiguousarray(contents[name](), DTYPES[stored.dtype])
@@ -187,7 +188,9 @@ def write_weights(
             )  # not numpy's tofile: of a full disk it says only how many bytes it wrote
             file.write(bytes(-content.nbytes % ALIGNMENT))
             if name in ends:
+                written = disk.submit(os.fsync, file.fileno())  # meanwhile, not all of it at the end
                 follow(ends[name])
+                written.result()
         forget(file)
 
 

@@ -15,7 +15,7 @@ from bundling import DEMO, built_native
 from costs import table
 
 from draftwood.builder.comparison import MOST_PARAMETERS, compare, num_weights, one_layer
-from draftwood.builder.profile import time_pass
+from draftwood.builder.pass_times import time_pass
 from draftwood.cli import profile
 from draftwood.cli.main import main
 from draftwood.models.config import LlamaConfig

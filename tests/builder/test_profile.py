@@ -9,7 +9,6 @@ import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cached_property
-from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -19,23 +18,13 @@ from costs import table
 from disk import largest_file
 from fakes import FakeEngine, random_model
 
-from draftwood.builder.profile import (
-    CONTEXTS,
-    HOST_ROUNDS,
-    HOST_TURNS,
-    Pair,
-    brief_contexts,
-    filled_cache,
-    host,
-    measure,
-    measure_after,
-    smoothed,
-    spread,
-)
+from draftwood.builder.host_times import TURNS
+from draftwood.builder.pass_times import Pair, some_of
+from draftwood.builder.profile import CONTEXTS, brief_contexts, measure
 from draftwood.builder.progress import Step
 from draftwood.cli.main import main
 from draftwood.models.bindings import DRAFT, ROLES, TARGET
-from draftwood.models.errors import ConfigError, EngineError
+from draftwood.models.errors import ConfigError
 from draftwood.runtime import LLM, SamplingParams
 from draftwood.runtime.bundle.bundle import COSTS, EngineBundle
 from draftwood.runtime.bundle.costs import fingerprint, read_costs, write_costs
@@ -66,12 +55,14 @@ def test_every_width_is_measured_behind_every_context_that_fits(tiny_bundle: Pat
     assert len(units) == 3 and set(units.values()) == {0}
 
 
-def test_a_build_measures_briefly() -> None:
-    """Two repeats of everything, where the time is up at once; and the shortest and the longest context."""
+def test_a_build_measures_briefly(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Everything once, where the time is up at once, and the host in one turn; the shortest and the longest context."""
     assert [brief_contexts(length) for length in (10, 64, 1024)] == [(64,), (64,), (64, 512)]
     assert [brief_contexts(length) for length in (2048, 8000, 9000)] == [(64, 2048), (64, 1536, 8000), (64, 1536, 8192)]
     engines = {role: Counting(random_model(0, 8), 8, role) for role in ROLES}
     units: list[int] = []
+    turns: dict[Any, list[float]] = {}
+    monkeypatch.setattr("draftwood.builder.host_times.host_rounds", lambda *of: turns.setdefault(of[2:], [1.0]))
 
     def begin(step: Step) -> Callable[[], None]:
         units.append(step.units)
@@ -81,7 +72,8 @@ def test_a_build_measures_briefly() -> None:
 
         return advance
 
-    for seconds, repeats, passes in ((0, 9, 2), (0, 1, 2), (math.inf, 4, 5)):
+    for seconds, repeats, passes in ((0, 9, 1), (0, 1, 1), (math.inf, 4, 5)):
+        turns.clear()
         for engine in engines.values():
             engine.seen.clear()
         costs = measure(Pair(engines, 200, {}), begin, (64,), repeats, seconds)
@@ -89,16 +81,29 @@ def test_a_build_measures_briefly() -> None:
         for engine in engines.values():
             before = [width for length, width in engine.seen if length == 64]
             assert before.count(engine.spec.max_width) == passes * (2 if engine.spec.role == DRAFT else 1)
+        assert {turn for _, turn, *_ in turns} == set(range(1 if seconds == 0 else TURNS))
     assert not any(units)
 
 
-def test_long_passes_are_measured_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    engines, clock, turns = {TARGET: Counting(random_model(0, 8), 8, TARGET)}, count(1.0), dict[Any, list[float]]()
-    monkeypatch.setattr("draftwood.builder.profile.perf_counter", lambda: next(clock))
-    monkeypatch.setattr("draftwood.builder.profile.host_rounds", lambda *of: turns.setdefault(of[2:], [next(clock)]))
-    spread_of_plain = measure(Pair(engines, 200, {}), lambda step: lambda: None, (64,), 9, 3.0).spread
-    assert {engines[TARGET].seen.count((64, width)) for width in engines[TARGET].spec.widths[1:]} == {1}
-    assert spread_of_plain == 1.0 and {turn for _, turn, *_ in turns} == {0}
+def test_behind_further_contexts_a_build_measures_few_widths(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The others are between them. Here rows cost more, the longer the context is."""
+    engines = {role: FakeEngine(random_model(0, 64), 64, role) for role in ROLES}
+    seen = dict[tuple[str, int], set[int]]()
+
+    def timed(engine: FakeEngine, cache: Any, width: int) -> float:
+        seen.setdefault((engine.spec.role, cache.length), set()).add(width)
+        return 1 + 0.1 * width + 0.001 * width * float(cache.length)
+
+    monkeypatch.setattr("draftwood.builder.pass_times.time_pass", timed)
+    costs = measure(Pair(engines, 200, {}), lambda step: lambda: None, (8, 100), 2, 1.0)
+    assert costs.draft is not None and costs.further is not None
+    for role, costs_of in ((TARGET, costs.target), (DRAFT, costs.draft), (DRAFT, costs.further)):
+        widths = engines[role].spec.widths
+        assert costs_of.widths == widths and seen[role, 8] == set(widths) > seen[role, 100] == set(some_of(widths))
+        expected = [1 + 0.2 * width for width in widths]
+        assert costs_of.seconds[1] == pytest.approx(expected, rel=0.05)
+    measure(Pair(engines, 200, {}), lambda step: lambda: None, (8, 101), 2)
+    assert seen[TARGET, 101] == seen[TARGET, 8]
 
 
 def test_a_plan_behind_a_long_text_uses_what_was_measured_there(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -110,7 +115,7 @@ def test_a_plan_behind_a_long_text_uses_what_was_measured_there(monkeypatch: pyt
             return 0.01
         return 1.0 + float(cache.length) / 8000 + 3 * width * bool(cache.length > 4000)
 
-    monkeypatch.setattr("draftwood.builder.profile.time_pass", timed)
+    monkeypatch.setattr("draftwood.builder.pass_times.time_pass", timed)
     pair = Pair(engines, 8000, {})
     whole = measure(pair, lambda step: lambda: None, repeats=1)
     short = measure(pair, lambda step: lambda: None, CONTEXTS, repeats=1)
@@ -122,35 +127,6 @@ def test_a_plan_behind_a_long_text_uses_what_was_measured_there(monkeypatch: pyt
         for costs, context in ((short, 8000), (whole, 8000), (whole, 1024))
     ]
     assert [plan.depth > 0 for plan in plans] == [True, False, True]
-
-
-def test_a_long_context_is_filled_without_computing_it(tiny_bundle: Path) -> None:
-    engine = EngineBundle.open(tiny_bundle).open_engine(TARGET, threads=1)
-    width = engine.spec.max_width
-    cache = filled_cache(engine, width + 7)
-    rows = cache.buffer[..., : width + 7, :]
-    assert cache.length == width + 7 and rows[..., :width, :].any()
-    assert (rows[..., width:, :] == rows[..., :7, :]).all()
-    with pytest.raises(EngineError, match="cache slots"):
-        cache.repeat(engine.spec.capacity + 1)
-    cache.truncate(0)
-    with pytest.raises(EngineError, match="at least one"):
-        cache.repeat(8)
-
-
-def test_draft_passes_behind_another_one_are_measured_apart(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first one of a round finds the caches full of the target's weights."""
-    engines = {role: FakeEngine(random_model(0, 8), 8, role) for role in ROLES}
-    before = [""]
-
-    def timed(engine: FakeEngine, cache: Any, width: int) -> float:
-        cold, before[0] = before[0] != engine.spec.role, engine.spec.role
-        return (0.2 if cold else 0.1) * (1.0 if engine.spec.role == DRAFT else 50.0)
-
-    monkeypatch.setattr("draftwood.builder.profile.time_pass", timed)
-    costs = measure(Pair(engines, 200, {}), lambda step: lambda: None, (64,), repeats=3)
-    assert costs.draft is not None and costs.further is not None
-    assert {*costs.draft.seconds[0]} == {0.2} and {*costs.further.seconds[0]} == {0.1}
 
 
 class Counting(FakeEngine):
@@ -180,77 +156,11 @@ def test_contexts_are_numbers_of_tokens(contexts: tuple[int, ...]) -> None:
         measure(Pair(engines, 200, {}), lambda step: lambda: None, contexts)
 
 
-def test_an_interruption_does_not_change_the_time_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another program takes the processor for a long time, once, at any moment: the tree's tokens keep their price."""
-    engines = {role: FakeEngine(random_model(0, 8), 8, role) for role in ROLES}
-
-    def measured(interrupted: int) -> HostCosts:
-        reads = count()
-
-        def clock() -> int:
-            read = next(reads)
-            return read + 1000 * (read > interrupted)
-
-        monkeypatch.setattr("draftwood.runtime.speculation.stopwatch.perf_counter", clock)
-        return host(Pair(engines, 200, {}), 1, 12, lambda: None)[0]
-
-    undisturbed = measured(10**9)
-    assert undisturbed.round > undisturbed.plain > 0 and undisturbed.by_pass is None
-    assert all(measured(moment) == undisturbed for moment in range(10, 200, 7))
-
-
-def test_kinds_of_rounds_meet_the_same_minutes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a host that becomes slower all the time, to five times as slow: rounds above temperature 0 cost as much more
-    than those at 0 as on a steady one."""
-    engines = {role: FakeEngine(random_model(0, 8), 8, role) for role in ROLES}
-
-    def ratio(slower: float) -> float:
-        steps = count()
-
-        def clock() -> float:
-            step = next(steps)
-            return step + slower * step * step
-
-        monkeypatch.setattr("draftwood.runtime.speculation.stopwatch.perf_counter", clock)
-        greedy, sampled = host(Pair(engines, 200, {}), HOST_TURNS, HOST_ROUNDS, lambda: None)
-        assert next(steps) > 1000
-        return sampled.round / greedy.round
-
-    assert ratio(0.001) == pytest.approx(ratio(0.0), rel=0.2)
-
-
-def test_how_far_repeats_spread() -> None:
-    assert spread([2.0]) == 1 and spread([4.0, 1.0, 2.0, 3.0, 1.0]) == 3
-
-
-def test_what_rows_cost_does_not_depend_on_the_minute_of_their_measurement(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a machine that becomes slower all the time, by a factor of two and more in the end."""
-    engines = {role: FakeEngine(random_model(0, 8), 8, role) for role in ROLES}
-    passes = count()
-
-    def timed(engine: FakeEngine, cache: Any, width: int) -> float:
-        return (1 + 0.01 * next(passes)) * (10 + width)
-
-    monkeypatch.setattr("draftwood.builder.profile.time_pass", timed)
-    found = measure_after(Pair(engines, 200, {}), 8, engines[TARGET].spec.widths, 9, lambda: None)[TARGET].seconds
-    assert next(passes) > 150
-    for width, seconds in zip(engines[TARGET].spec.widths, found, strict=True):
-        assert seconds / found[0] == pytest.approx((10 + width) / 11, rel=0.03)
-
-
 def test_no_context_that_fits_is_an_error(tiny_bundle: Path) -> None:
     bundle = EngineBundle.open(tiny_bundle)
     engines = {role: bundle.open_engine(role) for role in ROLES}
     with pytest.raises(ConfigError, match="name shorter ones"):
         measure(Pair(engines, bundle.manifest.max_length, {}), lambda step: lambda: None, contexts=(10**6,))
-
-
-def test_noise_makes_no_pass_cheaper_than_it_can_be() -> None:
-    assert smoothed([1, 2, 4], [3.0, 2.0, 4.0]) == (2.5, 2.5, 4.0)  # a wider pass
-    # 16 rows keep the cores busy, so 24 cannot take as long: they are taken to compute as many rows a second.
-    assert smoothed([1, 8, 16, 24, 32, 64], [12, 20, 40, 40, 85, 160]) == (12, 20, 40, 60, 85, 160)
-    assert smoothed([16, 24, 32, 48, 64], [40, 60, 80, 120, 320]) == (40, 60, 80, 120, 320)  # the widest one was slow
-    assert smoothed([1, 16, 64], [10, 10.5, 11]) == (10, 10.5, 11)  # rows cost nothing where memory decides
 
 
 def test_the_command_stores_what_generate_then_reads(

@@ -46,9 +46,9 @@ def refused(folder: Path, message: str) -> None:
 def test_every_parameter_is_known_by_name_and_shape(shape: str, tmp_path: Path) -> None:
     """What transformers wrote is what is read, no tensor more and none fewer."""
     folder = write_checkpoint(tmp_path, shape)
-    checkpoint = Checkpoint(folder)
     expected: dict[str, torch.Tensor] = {}
     edit_weights(folder, expected.update)
+    checkpoint = Checkpoint(folder)
     shapes = network_of(checkpoint.config).tensors()
     for name, tensor in expected.items():
         assert shapes.pop(name) == tuple(tensor.shape)
@@ -61,6 +61,21 @@ def test_tensors_keep_their_stored_dtype(tmp_path: Path) -> None:
     for dtype in ("float32", "float16", "bfloat16"):
         checkpoint = Checkpoint(write_checkpoint(tmp_path / dtype, dtype=dtype))
         assert checkpoint.tensor(NAME).dtype.name == dtype
+
+
+def test_weights_that_change_while_they_are_read_are_refused(folder: Path) -> None:
+    checkpoint = Checkpoint(folder)
+    before = np.array(checkpoint.tensor(NAME))
+    (folder / WEIGHTS).rename(folder / "before")
+    with pytest.raises(CheckpointError, match=f"{WEIGHTS} cannot be read any more .*: build again"):
+        checkpoint.tensor(NAME)
+    content = (folder / "before").read_bytes()
+    (folder / WEIGHTS).write_bytes(content + b" ")
+    with pytest.raises(CheckpointError, match=r"cannot be read any more \(it has changed\)"):
+        checkpoint.tensor(NAME)
+    (folder / WEIGHTS).unlink()
+    (folder / "before").rename(folder / WEIGHTS)
+    np.testing.assert_array_equal(checkpoint.tensor(NAME), before)
 
 
 def test_missing_folder(tmp_path: Path) -> None:

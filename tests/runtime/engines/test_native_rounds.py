@@ -21,10 +21,10 @@ from hypothesis import strategies as st
 from native_parts import held, open_native, spec_of
 from numpy.typing import NDArray
 
+from draftwood.builder.host_times import measure_host
 from draftwood.builder.options import BuildOptions
+from draftwood.builder.pass_times import Pair as Measured
 from draftwood.builder.pipeline import build
-from draftwood.builder.profile import Pair as Measured
-from draftwood.builder.profile import host
 from draftwood.models.bindings import DRAFT, TARGET
 from draftwood.models.errors import EngineError
 from draftwood.plugins.native.compile import SOURCE
@@ -285,7 +285,7 @@ def test_other_proposals_are_left_to_the_host(name: str, pair: Pair) -> None:
 def test_the_host_is_measured_by_pass_as_well(pair: Pair) -> None:
     """Requests that share passes have such rounds."""
     engines = dict(zip((TARGET, DRAFT), pair, strict=True))
-    for found in host(Measured(engines, 256, {}), 1, 6, lambda: None):
+    for found in measure_host(Measured(engines, 256, {}), 1, 6, lambda: None):
         assert found.by_pass is not None and found.by_pass.by_pass is None
         assert found.plain == found.by_pass.plain and found.shared.round == 2 * found.by_pass.round
 
