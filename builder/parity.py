@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -10,7 +11,6 @@ from numpy.typing import NDArray
 from ..models.errors import BundleError
 from ..runtime.engines.base import Engine, EngineSpec, TokenBatch
 from ..runtime.engines.passes import causal_batch
-from .reference import Rows, Scored
 
 TOLERANCE = 2e-4  # for fp32, relative to the largest logit if that exceeds 1
 HEAD_TOLERANCE = 1e-4  # difference of probabilities
@@ -18,6 +18,21 @@ HEAD_TOLERANCE = 1e-4  # difference of probabilities
 # engines round a row's activations to 8 bits before every matrix; their graphs are first compared exactly.
 COARSER = {"fp16": 100.0, "bf16": 800.0, "int8": 500.0, "int4": 500.0}
 PROMPT_ROWS, TREE_ROWS = 24, 12
+
+
+class Rows(NamedTuple):
+    """Rows of one pass without a cache. tokens, positions: int64 [R]. mask: bool [R, R], what each row attends to."""
+
+    tokens: NDArray[np.int64]
+    positions: NDArray[np.int64]
+    mask: NDArray[np.bool_]
+
+
+class Scored(NamedTuple):
+    """What a model says of rows. logits: float32 [R, V]. acceptance: float32 [R], of a draft with SpecDec++'s head."""
+
+    logits: NDArray[np.float32]
+    acceptance: NDArray[np.float32] | None
 
 
 def largest_difference(engine: Engine, reference: Scored, rounding: str | None = None) -> float:

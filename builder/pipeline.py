@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from ..models.acceptance_head import TrainedHead, read_head
 from ..models.bindings import DRAFT, ROLES, TARGET
 from ..models.errors import BundleError, CheckpointError, ConfigError
 from ..models.layers import num_parameters
@@ -24,9 +24,11 @@ from .engines.plan import check_compiler
 from .kept_tokens import most_frequent
 from .options import BuildOptions, SelfDraft
 from .progress import Begin, Step
-from .quantization.calibration import calibrate, read_windows
 from .quantization.formats import FORMATS, Quantized, QuantizedCheckpoint, Weights
 from .tokenizer import check_known, check_same_vocabulary
+
+if TYPE_CHECKING:  # its module imports torch, which takes seconds
+    from ..models.acceptance_head import TrainedHead
 
 LONGEST = 8192  # default context where the models would allow more: rotary tables and masks grow with it
 
@@ -46,6 +48,8 @@ def build(options: BuildOptions, begin: Begin) -> EngineBundle:
         check_compiler(options.compile_options())
     heads: dict[str, TrainedHead | None] = dict.fromkeys(options.roles)
     if options.acceptance_head is not None:
+        from ..models.acceptance_head import read_head
+
         heads[DRAFT] = read_head(options.acceptance_head, checkpoints[DRAFT].config.hidden_size)
     with staging_folder(options.output, MANIFEST, BundleError) as staging:
         advance = begin(Step("Converting the tokenizer", 1))
@@ -136,6 +140,8 @@ def trimmed(
 
 def rounded_with(text: Path, view: Weights, tokenizer: Tokenizer, begin: Begin) -> dict[str, Quantized]:
     """The matrices of a view, rounded while its model reads a text."""
+    from .quantization.calibration import calibrate, read_windows
+
     assert isinstance(view, QuantizedCheckpoint)
     windows = read_windows(text, tokenizer, view.config.max_position)
     check_known(windows.ravel().tolist(), tokenizer, view.config.vocab_size, f"the text for calibration, {text},")

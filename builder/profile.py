@@ -18,7 +18,7 @@ from .progress import Begin, Step
 CONTEXTS = (64, 512, 1536)  # and the longest one of a bundle for longer texts
 LONGEST = 8192  # of the contexts that are measured unasked: its cache must fit beside the weights
 REPEATS = 9
-BRIEF_SECONDS = 3.0  # of a build, for the passes behind one context, and for the rounds that tell the host's time
+BRIEF_SECONDS = 2.0  # of a build, for the passes behind one context, and for the rounds that tell the host's time
 
 
 def contexts_of(max_length: int) -> tuple[int, ...]:

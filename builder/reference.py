@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import numpy as np
 import torch
@@ -16,31 +16,21 @@ from ..models.config import LlamaConfig
 from ..models.layers import EMBEDDING_WEIGHT, network_of
 from ..models.llama import DecoderLayer, Rotary, norm_of, scaled
 from ..models.rope import rope_tables
+from .parity import Rows, Scored
 
 ReadTensor = Callable[[str], NDArray[np.generic]]
-
-
-class Rows(NamedTuple):
-    """Rows of one pass without a cache. tokens, positions: int64 [R]. mask: bool [R, R], what each row attends to."""
-
-    tokens: NDArray[np.int64]
-    positions: NDArray[np.int64]
-    mask: NDArray[np.bool_]
-
-
-class Scored(NamedTuple):
-    """What a model says of rows. logits: float32 [R, V]. acceptance: float32 [R], of a draft with SpecDec++'s head."""
-
-    logits: NDArray[np.float32]
-    acceptance: NDArray[np.float32] | None
 
 
 class Reference:
     """Rows on their way through a model. Call `layer` for each layer in order, then `scored`."""
 
-    def __init__(self, tensor: ReadTensor, config: LlamaConfig, rows: Rows, head: TrainedHead | None = None) -> None:
-        """tensor: reads a tensor of the model by Hugging Face's name; what it raises is passed on."""
-        self._tensor, self._config, self._head = tensor, config, head
+    def __init__(
+        self, tensor: ReadTensor, config: LlamaConfig, rows: Rows, head: TrainedHead | None = None, threads: int = 0
+    ) -> None:
+        """tensor: reads a tensor of the model by Hugging Face's name; what it raises is passed on. threads: on which
+        torch computes layers; 0 leaves this to torch. One is best beside other work, which torch's threads would slow
+        down: they wait for each other in loops."""
+        self._tensor, self._config, self._head, self._threads = tensor, config, head, threads
         self._network = network_of(config)
         tables = rope_tables(config, int(rows.positions.max(initial=0)) + 1)
         cosine, sine = (torch.from_numpy(table[rows.positions]) for table in tables)
@@ -52,7 +42,7 @@ class Reference:
     def layer(self, index: int) -> None:
         """Let the rows pass a layer, whose weights are read and dropped."""
         module = load_layer(self._tensor, self._config, index)
-        with torch.inference_mode():
+        with torch.inference_mode(), computing_on(self._threads or torch.get_num_threads()):
             self._rows = module(self._rows, self._rotary, self._attend, index)
 
     def scored(self) -> Scored:
@@ -76,6 +66,17 @@ class Reference:
         """See LayerAttention of models/llama.py."""
         grouped = query.shape[1] != keys.shape[1]
         return functional.scaled_dot_product_attention(query, keys, values, self._mask, scale=scale, enable_gqa=grouped)
+
+
+@contextmanager
+def computing_on(threads: int) -> Iterator[None]:
+    """Let torch compute on so many threads."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def load_layer(tensor: ReadTensor, config: LlamaConfig, index: int) -> DecoderLayer:

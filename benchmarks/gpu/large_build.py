@@ -36,8 +36,8 @@ from benchmarks.tools.record import add_output, write_results
 from draftwood.builder.checkpoints.checkpoint import Checkpoint
 from draftwood.builder.engines.export import export
 from draftwood.builder.engines.plan import CompileOptions, compile_plan
-from draftwood.builder.parity import largest_difference, rows_of
-from draftwood.builder.reference import Reference, Scored
+from draftwood.builder.parity import Scored, largest_difference, rows_of
+from draftwood.builder.reference import Reference
 from draftwood.models.bindings import COMPACT, DRAFT, TARGET, output_names
 from draftwood.models.config import LlamaConfig
 from draftwood.models.layers import network_of

@@ -20,8 +20,9 @@ from scipy.special import log_softmax
 
 from benchmarks.tools.record import add_output, write_results
 from draftwood.builder.checkpoints.checkpoint import Checkpoint
+from draftwood.builder.parity import Rows
 from draftwood.builder.quantization.formats import FORMATS, LARGEST_E4M3, Quantized, QuantizedCheckpoint
-from draftwood.builder.reference import Rows, score_rows
+from draftwood.builder.reference import score_rows
 from draftwood.models.bindings import LOW_BIT
 from draftwood.runtime.text.tokenizer import Tokenizer
 

@@ -19,6 +19,7 @@ def dequantized(writer: GraphWriter, name: str, checkpoint: QuantizedCheckpoint,
     are stored as [K, N], too: ONNX Runtime and TensorRT fuse that form."""
     form, inputs, outputs = checkpoint.form.of(matrix.weights[0]), matrix.inputs, sum(matrix.outputs)
     block = form.block_of(name, inputs)
+    dtype = ir.DataType.FLOAT8E4M3FN if form.floating else {8: ir.DataType.INT8, 4: ir.DataType.INT4}[form.bits]
     waiting: list[Quantized] = []  # codes and scales are read one after the other: each matrix is rounded once
 
     def merged() -> Quantized:
@@ -29,15 +30,15 @@ def dequantized(writer: GraphWriter, name: str, checkpoint: QuantizedCheckpoint,
 
     def codes() -> NDArray[Any]:
         waiting[:] = [merged()]
-        return waiting[0].codes.astype(form.dtype.numpy())
+        return waiting[0].codes.astype(dtype.numpy())
 
     def scales() -> NDArray[Any]:
         return writer.cast((waiting.pop() if waiting else merged()).scales)
 
-    def stored(part: str, dtype: ir.DataType, columns: int, read: Callable[[], NDArray[Any]]) -> ir.Value:
-        return initializer(writer, f"{name}.{part}", dtype, (columns, outputs), lambda: np.ascontiguousarray(read().T))
+    def stored(part: str, kind: ir.DataType, columns: int, read: Callable[[], NDArray[Any]]) -> ir.Value:
+        return initializer(writer, f"{name}.{part}", kind, (columns, outputs), lambda: np.ascontiguousarray(read().T))
 
-    parts = [stored("codes", form.dtype, inputs, codes), stored("scales", writer.dtype, inputs // block, scales)]
+    parts = [stored("codes", dtype, inputs, codes), stored("scales", writer.dtype, inputs // block, scales)]
     return writer.node("DequantizeLinear", f"{name}/dequantized", parts, axis=0, block_size=block)
 
 

@@ -7,9 +7,10 @@ import tempfile
 from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
+from functools import cache
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from ...models.acceptance_head import TrainedHead
 from ...models.bindings import ADDITIVE, COMPACT, LOW_BIT, activations, output_names
 from ...models.layers import num_parameters
 from ...runtime.engines.backends import BACKENDS, PLAN, WEIGHTS, Opening
@@ -17,13 +18,15 @@ from ...runtime.engines.base import Engine, EngineSpec
 from ...runtime.engines.onnx.onnxruntime import OnnxRuntimeEngine
 from ..checkpoints.checkpoint import Checkpoint
 from ..options import BuildOptions
-from ..parity import largest_difference, rows_of
+from ..parity import Scored, largest_difference, rows_of
 from ..progress import Begin, Step
 from ..quantization.formats import Quantized, RoundedCheckpoint, Weights, stored_as
-from ..reference import Reference, Scored
-from .export import export
 from .native import write_weights
 from .plan import compile_plan, runs_here
+
+if TYPE_CHECKING:  # these modules import torch, which takes seconds
+    from ...models.acceptance_head import TrainedHead
+    from ..reference import Reference
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,17 +91,17 @@ def packed_engine(source: Source, spec: EngineSpec, staging: Path, begin: Begin)
     does."""
     weights = source.weights
     advance = begin(Step(f"Packing the {title(spec)}", spec.model.num_layers))
-    reference = reference_of(source, weights, spec)
+    reference = cache(lambda: reference_of(source, weights, spec, threads=1))  # made beside the second layer
 
     def follow(layer: int) -> None:  # the codes of this layer are still in memory
-        reference.layer(layer)
+        reference().layer(layer)
         advance()
 
     write_weights(weights, spec.capacity, staging / spec.file, source.head, follow)
     exact = replace(spec, cache_precision="")  # must agree as closely as any
     specs = [exact] if exact == spec else [exact, spec]
     engines = (BACKENDS[spec.backend].open(staging / spec.file, each, Opening()) for each in specs)
-    return spec, compare(source, spec, engines, reference.scored(), begin)
+    return spec, compare(source, spec, engines, reference().scored(), begin)
 
 
 def compiled_engine(
@@ -142,6 +145,8 @@ def title(spec: EngineSpec) -> str:
 
 def write_graph(source: Source, spec: EngineSpec, file: Path, begin: Begin, form: str = ADDITIVE) -> None:
     """Export the graph of one role to `file`."""
+    from .export import export  # needed only here: its packages take a second
+
     advance = begin(Step(f"Exporting the {title(spec)}", 1))
     weights = source.weights
     assert not isinstance(weights, RoundedCheckpoint)  # a graph's own type rounds its weights
@@ -159,9 +164,11 @@ def write_graph(source: Source, spec: EngineSpec, file: Path, begin: Begin, form
     advance()
 
 
-def reference_of(source: Source, weights: Weights, spec: EngineSpec) -> Reference:
-    """Begin the torch reference of an engine, on the weights that the engine holds."""
-    return Reference(weights.tensor, weights.config, rows_of(spec), source.head)
+def reference_of(source: Source, weights: Weights, spec: EngineSpec, threads: int = 0) -> Reference:
+    """Begin the torch reference of an engine, on the weights that the engine holds. threads: see Reference."""
+    from ..reference import Reference  # see above
+
+    return Reference(weights.tensor, weights.config, rows_of(spec), source.head, threads)
 
 
 def check_parity(source: Source, spec: EngineSpec, engines: Iterable[Engine], begin: Begin) -> float:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
@@ -165,8 +165,8 @@ def write_weights(
     follow: Callable[[int], object] = lambda layer: None,
 ) -> None:
     """Write `checkpoint`, with the draft's head, for passes at up to `positions` positions, one matrix in memory at a
-    time. follow: called with the number of each layer when it was written; codes of its matrices are still there.
-    Raises CheckpointError when a weight holds NaN or infinity."""
+    time. follow: called with the number of each layer when it was written, one by one, in another thread; codes of its
+    matrices are still there. Raises CheckpointError when a weight holds NaN or infinity."""
     packer = Packer(checkpoint, positions, head)
     expected, contents = packer.expected(), packer.contents()
     last = {layer.matrices[-1].name: index for index, layer in enumerate(network_of(packer.config).layers)}
@@ -178,7 +178,8 @@ def write_weights(
         end += -(-stored.nbytes // ALIGNMENT) * ALIGNMENT
     text = json.dumps(header).encode()
     text += b" " * (-(8 + len(text)) % ALIGNMENT)
-    with path.open("wb") as file, ThreadPoolExecutor(1) as disk:
+    pending: list[Future[Any]] = []  # of the last layer, while the next one is packed
+    with path.open("wb") as file, ThreadPoolExecutor(2) as threads:
         file.write(len(text).to_bytes(8, "little") + text)
         for name, stored in expected.items():
             content = np.ascontiguousarray(contents[name](), DTYPES[stored.dtype])
@@ -188,10 +189,16 @@ def write_weights(
             )  # not numpy's tofile: of a full disk it says only how many bytes it wrote
             file.write(bytes(-content.nbytes % ALIGNMENT))
             if name in ends:
-                written = disk.submit(os.fsync, file.fileno())  # meanwhile, not all of it at the end
-                follow(ends[name])
-                written.result()
+                finish(pending)
+                pending = [threads.submit(os.fsync, file.fileno()), threads.submit(follow, ends[name])]
+        finish(pending)
         forget(file)
+
+
+def finish(pending: Sequence[Future[Any]]) -> None:
+    """Wait for work. Raises what it raised."""
+    for each in pending:
+        each.result()
 
 
 def forget(file: BinaryIO) -> None:

@@ -22,7 +22,6 @@ from typing import Any, NamedTuple
 
 import ml_dtypes
 import numpy as np
-import onnx_ir as ir
 from numpy.typing import NDArray
 
 from ...models import bindings
@@ -83,12 +82,6 @@ class WeightFormat:
         """The format of a matrix, by the name of its tensor."""
         return self.head if self.head is not None and name == HEAD_WEIGHT else self
 
-    @property
-    def dtype(self) -> ir.DataType:
-        if self.floating:
-            return ir.DataType.FLOAT8E4M3FN
-        return {8: ir.DataType.INT8, 4: ir.DataType.INT4}[self.bits]
-
     def block_of(self, name: str, inputs: int) -> int:
         """How many of a matrix's inputs share a scale. Raises ConfigError when no block divides them."""
         for block in BLOCKS:
@@ -135,7 +128,7 @@ class WeightFormat:
         block = self.block_of(name, inputs)
         shape = (rows, inputs // block)
         offsets = np.empty(shape, np.float32) if self.offset else None
-        codes = np.empty((rows, inputs), self.dtype.numpy() if self.floating else np.int8)
+        codes = np.empty((rows, inputs), ml_dtypes.float8_e4m3fn if self.floating else np.int8)
         result = Quantized(codes, np.empty(shape, np.float32), offsets)
         library = rounding_kernels() if self.scale_bytes == 2 else None
 
@@ -234,7 +227,7 @@ class QuantizedCheckpoint:
         inner = -(-source.config.intermediate_size // form.block) * form.block
         self.config = replace(source.config, intermediate_size=inner, tie_embeddings=False)
         self._shapes = network_of(self.config).tensors()
-        self._recent: dict[str, Quantized] = {}  # of one layer: it is packed, and then compared
+        self._recent: dict[str, Quantized] = {}  # of two layers
         for name, shape in self._shapes.items():
             if self.rounds(name):
                 form.of(name).block_of(name, shape[1])
@@ -248,12 +241,13 @@ class QuantizedCheckpoint:
         return self.quantized(name).dequantized() if self.rounds(name) else self.stored(name)
 
     def quantized(self, name: str) -> Quantized:
-        """Codes, scales and offsets of a matrix: the checkpoint's own where the format can hold them. Those of one
-        layer are kept until a matrix of another one is read."""
+        """Codes, scales and offsets of a matrix: the checkpoint's own where the format can hold them. Those of the last
+        two layers are kept: while one is packed, the one before is compared."""
         if (known := self._rounded.get(name) or self._recent.get(name)) is not None:
             return known
-        if any(layer_of(other) != layer_of(name) for other in self._recent):
-            self._recent.clear()
+        layers = list(dict.fromkeys(map(layer_of, tuple(self._recent))))
+        if len(layers) > 1 and layer_of(name) not in layers:
+            self._recent = {other: found for other, found in self._recent.items() if layer_of(other) != layers[0]}
         kept = self._kept(name)
         self._recent[name] = self.form.of(name).quantize(name, self._filled(name)) if kept is None else kept
         return self._recent[name]

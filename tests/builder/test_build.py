@@ -14,7 +14,6 @@ from checkpoints import write_checkpoint, write_tokenizer
 from disk import largest_file
 
 from draftwood.builder import pipeline
-from draftwood.builder.engines import make as engines
 from draftwood.builder.engines.export import export as original_export
 from draftwood.builder.options import BuildOptions
 from draftwood.builder.pipeline import build
@@ -192,7 +191,7 @@ def test_an_engine_that_computes_something_else_is_not_bundled(
                 node.attribute[0].f *= 1.01
         onnx.save(model, path)
 
-    monkeypatch.setattr(engines, "export", wrong)
+    monkeypatch.setattr("draftwood.builder.engines.export.export", wrong)
     with pytest.raises(BundleError, match="differs from the torch reference"):
         build(options, quiet)
     assert not options.output.exists()

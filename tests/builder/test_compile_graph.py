@@ -17,8 +17,8 @@ from trees import Tree, trees
 
 from draftwood.builder.checkpoints.checkpoint import Checkpoint
 from draftwood.builder.engines.export import export
-from draftwood.builder.parity import COARSER, TOLERANCE, largest_difference, rows_of
-from draftwood.builder.reference import Scored, score_rows
+from draftwood.builder.parity import COARSER, TOLERANCE, Scored, largest_difference, rows_of
+from draftwood.builder.reference import score_rows
 from draftwood.models import bindings
 from draftwood.models.errors import BundleError, EngineError
 from draftwood.runtime.engines.base import EngineSpec, TokenBatch

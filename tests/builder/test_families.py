@@ -118,7 +118,7 @@ def test_a_context_ends_where_transformers_begins_to_differ(name: str, tmp_path:
     checkpoint = Checkpoint(write_family(tmp_path, name))
     longest = checkpoint.config.longest
     model = Llama(checkpoint.config, longest + 1)
-    model.load_state_dict({each: torch.from_numpy(checkpoint.tensor(each)) for each in model.state_dict()})
+    model.load_state_dict({each: torch.from_numpy(np.array(checkpoint.tensor(each))) for each in model.state_dict()})
     tokens = np.random.default_rng(0).integers(0, VOCAB_SIZE, longest + 1)
     for length in (longest, longest + 1):
         with torch.no_grad():

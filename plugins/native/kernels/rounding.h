@@ -15,8 +15,10 @@ struct affine {
     f32 scale, offset;
 };
 
+/* Its code, from 0 to LARGEST_CODE. Product and sum may be fused: a code near a tie is as good as the other one. */
 INLINE f32 code_of(f32 weight, struct affine by, f32 inverse) {
-    return whole(smaller(larger((weight - by.offset) * inverse, splat(0)), splat(LARGEST_CODE)));
+    const f32 at = (weight - by.offset) * inverse + WHOLE_ZERO;
+    return smaller(larger(at, splat(WHOLE_ZERO)), splat(WHOLE_ZERO + LARGEST_CODE)) - WHOLE_ZERO;
 }
 
 /* The codes that `by` gives a block: returns the squares of what they leave. next: the line of least squares through the
@@ -25,6 +27,7 @@ INLINE f32 fit(const f32 *weights, f32 sum, struct affine by, struct affine *nex
     const f32 inverse = 1.0f / by.scale;
     const float count = CODE_BLOCK;
     f32 error = {0}, code_sum = {0}, square_sum = {0}, product_sum = {0};
+#pragma GCC unroll 4
     for (int k = 0; k < CODE_BLOCK; k++) {
         const f32 code = code_of(weights[k], by, inverse), left = code * by.scale - (weights[k] - by.offset);
         error += left * left, code_sum += code, square_sum += code * code, product_sum += code * weights[k];

@@ -15,7 +15,6 @@ from typing import Any
 import pytest
 from bundling import ROOT
 
-from draftwood.builder.engines import make as engines
 from draftwood.builder.engines.export import export
 from draftwood.builder.options import BuildOptions
 from draftwood.builder.pipeline import build
@@ -161,7 +160,7 @@ def test_a_graph_that_computes_something_else_is_not_compiled(
                 node.attribute[0].f *= 1.3
         onnx.save(model, given[3])
 
-    monkeypatch.setattr(engines, "export", wrong)
+    monkeypatch.setattr("draftwood.builder.engines.export.export", wrong)
     options = BuildOptions(tiny_pair / "target", tiny_pair / "draft", tmp_path / "bundle", plugin=False, **SMALL)
     with pytest.raises(BundleError, match="differs from the torch reference"):
         build(options, lambda step: lambda: None)
