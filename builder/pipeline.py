@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING
 from ..models.bindings import DRAFT, ROLES, TARGET
 from ..models.errors import BundleError, CheckpointError, ConfigError
 from ..models.layers import num_parameters
-from ..runtime.bundle.bundle import MANIFEST, EngineBundle, Manifest, file_record, write_manifest
+from ..runtime.bundle.bundle import MANIFEST, EngineBundle, FileRecord, Manifest, file_record, write_manifest
 from ..runtime.bundle.checks import check_manifest
 from ..runtime.bundle.staging import replaceable, staging_folder
 from ..runtime.engines.backends import BACKENDS
+from ..runtime.engines.base import EngineSpec
 from ..runtime.text.tokenizer import Tokenizer
 from .checkpoints.checkpoint import Checkpoint
 from .checkpoints.hub import ADAPTER, MODEL, local_folder
@@ -61,20 +62,19 @@ def build(options: BuildOptions, begin: Begin) -> EngineBundle:
         checkpoints = one_vocabulary(checkpoints, tokenizer, begin)
         if options.draft_vocabulary is not None:
             checkpoints[DRAFT] = trimmed(checkpoints, options, options.draft_vocabulary, tokenizer, begin)
-        engines = {}
-        parity = {}
+        engines, parity, files = dict[str, EngineSpec](), dict[str, float](), dict[str, FileRecord]()
         for role in options.roles:
             precision = precision_for(role, checkpoints[role], options)
             source = Source(checkpoints[role], role, heads[role], options.backend_of(role), precision)
             if options.calibration is not None and options.is_calibrated(role):
                 source = replace(source, rounded=rounded_with(options.calibration, source.weights, tokenizer, begin))
             spec = engine_spec(source, options, max_length)
-            engines[role], parity[role] = make_engine(source, spec, options, staging, begin)
+            engines[role], parity[role], record = make_engine(source, spec, options, staging, begin)
+            files |= {} if record is None else {spec.file: record}
         names = sorted(file.name for file in staging.iterdir())
         advance = begin(Step("Sealing the bundle", len(names)))
-        files = {}
         for name in names:
-            files[name] = file_record(staging / name)
+            files[name] = files.get(name) or file_record(staging / name)
             advance()
         eos = end_of_text(checkpoints[TARGET], begin)
         builder = f"draftwood {version('draftwood')}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 
 
@@ -13,7 +14,9 @@ def main() -> int:
     except KeyboardInterrupt:
         print("draftwood: interrupted", file=sys.stderr)
         return 130
-    return run()
+    code = run()
+    gc.freeze()  # at its end Python would look through all that was imported, for up to a second
+    return code
 
 
 if __name__ == "__main__":

@@ -93,7 +93,7 @@ def compile_target(checkpoint: Checkpoint, folder: Path, begin: Begin) -> Engine
         return spec
     with staging_folder(folder, MARKER, ConfigError) as staging:
         checkpoint.write_tokenizer(staging)
-        spec, parity = make_engine(source, spec, options, staging, begin)
+        spec, parity, _ = make_engine(source, spec, options, staging, begin)
         (staging / MARKER).write_text(json.dumps({"identity": identity, "parity": parity}) + "\n", encoding="utf-8")
     return spec
 

@@ -9,10 +9,11 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from ...models.bindings import ADDITIVE, COMPACT, LOW_BIT, activations, output_names
 from ...models.layers import num_parameters
+from ...runtime.bundle.bundle import FileRecord
 from ...runtime.engines.backends import BACKENDS, PLAN, WEIGHTS, Opening
 from ...runtime.engines.base import Engine, EngineSpec
 from ...runtime.engines.onnx.onnxruntime import OnnxRuntimeEngine
@@ -65,30 +66,35 @@ def engine_spec(source: Source, options: BuildOptions, max_length: int) -> Engin
     )
 
 
-def make_engine(
-    source: Source, spec: EngineSpec, options: BuildOptions, staging: Path, begin: Begin
-) -> tuple[EngineSpec, float]:
-    """Write an engine's files to `staging`. Returns its spec and its largest difference from the torch reference, see
-    `largest_difference`. Raises BundleError when the difference is too large."""
+class Made(NamedTuple):
+    """An engine whose files are written. difference: its largest one from the torch reference, see
+    `largest_difference`. record: of its file, where that is known."""
+
+    spec: EngineSpec
+    difference: float
+    record: FileRecord | None = None
+
+
+def make_engine(source: Source, spec: EngineSpec, options: BuildOptions, staging: Path, begin: Begin) -> Made:
+    """Write an engine's files to `staging`. Raises BundleError when it differs too much from the torch reference."""
     file = BACKENDS[spec.backend].file
     if file == PLAN:
         return compiled_engine(source, spec, options, staging, begin)
     return (packed_engine if file == WEIGHTS else exported_engine)(source, spec, staging, begin)
 
 
-def exported_engine(source: Source, spec: EngineSpec, staging: Path, begin: Begin) -> tuple[EngineSpec, float]:
-    """Make an engine that runs an exported graph. Returns what `make_engine` returns."""
+def exported_engine(source: Source, spec: EngineSpec, staging: Path, begin: Begin) -> Made:
+    """Make an engine that runs an exported graph."""
     write_graph(source, spec, staging / spec.file, begin)
     # Low-bit engines round activations, too. In fp32 the same file must agree with the reference as closely as any.
     precisions = ("fp32", spec.precision) if spec.precision in LOW_BIT else (spec.precision,)
     specs = [replace(spec, precision=precision) for precision in precisions]
     engines = (BACKENDS[spec.backend].open(staging / spec.file, each, Opening()) for each in specs)
-    return spec, check_parity(source, spec, engines, begin)
+    return Made(spec, check_parity(source, spec, engines, begin))
 
 
-def packed_engine(source: Source, spec: EngineSpec, staging: Path, begin: Begin) -> tuple[EngineSpec, float]:
-    """Make an engine that reads packed weights. Its kernels are not part of a bundle. Returns what `make_engine`
-    does."""
+def packed_engine(source: Source, spec: EngineSpec, staging: Path, begin: Begin) -> Made:
+    """Make an engine that reads packed weights. Its kernels are not part of a bundle."""
     weights = source.weights
     advance = begin(Step(f"Packing the {title(spec)}", spec.model.num_layers))
     reference = cache(lambda: reference_of(source, weights, spec, threads=1))  # made beside the second layer
@@ -97,18 +103,16 @@ def packed_engine(source: Source, spec: EngineSpec, staging: Path, begin: Begin)
         reference().layer(layer)
         advance()
 
-    write_weights(weights, spec.capacity, staging / spec.file, source.head, follow)
+    record = write_weights(weights, spec.capacity, staging / spec.file, source.head, follow)
     exact = replace(spec, cache_precision="")  # must agree as closely as any
     specs = [exact] if exact == spec else [exact, spec]
     engines = (BACKENDS[spec.backend].open(staging / spec.file, each, Opening()) for each in specs)
-    return spec, compare(source, spec, engines, reference().scored(), begin)
+    return Made(spec, compare(source, spec, engines, reference().scored(), begin), record)
 
 
-def compiled_engine(
-    source: Source, spec: EngineSpec, options: BuildOptions, staging: Path, begin: Begin
-) -> tuple[EngineSpec, float]:
+def compiled_engine(source: Source, spec: EngineSpec, options: BuildOptions, staging: Path, begin: Begin) -> Made:
     """Make an engine that runs a TensorRT plan. Its graph is compared with the reference; so is the plan, if it runs on
-    this machine. Returns what `make_engine` returns."""
+    this machine."""
     with graph_folder(options, staging) as folder:
         graph = Path(folder) / f"{spec.role}.onnx"
         computed = replace(spec, precision=activations(spec.precision, COMPACT))
@@ -122,12 +126,12 @@ def compiled_engine(
         plan = compile_plan(graph, staging / spec.file, spec.model, options.compile_options(spec.role), begin)
     spec = replace(spec, plan=plan)
     if not runs_here(plan):
-        return spec, difference
+        return Made(spec, difference)
     from ...runtime.engines.static.tensorrt import TensorRTEngine
 
     executed = TensorRTEngine(staging / spec.file, replace(computed, plan=plan))
     difference = check_parity(source, spec, [executed], begin)
-    return replace(spec, plan=plan._replace(executed=True)), difference
+    return Made(replace(spec, plan=plan._replace(executed=True)), difference)
 
 
 def graph_folder(options: BuildOptions, staging: Path) -> AbstractContextManager[str | Path]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 from collections.abc import Callable, Sequence
@@ -26,6 +27,7 @@ from ...plugins.native.packing import (
     pair_panels,
     panels,
 )
+from ...runtime.bundle.bundle import FileRecord
 from ...runtime.engines.native.weights import (
     ACCEPTANCE,
     ALIGNMENT,
@@ -163,10 +165,10 @@ def write_weights(
     path: Path,
     head: TrainedHead | None = None,
     follow: Callable[[int], object] = lambda layer: None,
-) -> None:
+) -> FileRecord:
     """Write `checkpoint`, with the draft's head, for passes at up to `positions` positions, one matrix in memory at a
     time. follow: called with the number of each layer when it was written, one by one, in another thread; codes of its
-    matrices are still there. Raises CheckpointError when a weight holds NaN or infinity."""
+    matrices are still there. Returns the file's record. Raises CheckpointError when a weight holds NaN or infinity."""
     packer = Packer(checkpoint, positions, head)
     expected, contents = packer.expected(), packer.contents()
     last = {layer.matrices[-1].name: index for index, layer in enumerate(network_of(packer.config).layers)}
@@ -178,27 +180,32 @@ def write_weights(
         end += -(-stored.nbytes // ALIGNMENT) * ALIGNMENT
     text = json.dumps(header).encode()
     text += b" " * (-(8 + len(text)) % ALIGNMENT)
-    pending: list[Future[Any]] = []  # of the last layer, while the next one is packed
-    with path.open("wb") as file, ThreadPoolExecutor(2) as threads:
-        file.write(len(text).to_bytes(8, "little") + text)
+    digest, pending = hashlib.sha256(), list[Future[Any]]()  # of the last layer, while the next one is packed
+    with path.open("wb") as file, ThreadPoolExecutor(1) as hashing, ThreadPoolExecutor(2) as threads:
+
+        def write(content: Any) -> None:
+            file.write(content)  # not numpy's tofile: of a full disk it says only how many bytes it wrote
+            pending.append(hashing.submit(digest.update, content))
+
+        write(len(text).to_bytes(8, "little") + text)
         for name, stored in expected.items():
             content = np.ascontiguousarray(contents[name](), DTYPES[stored.dtype])
             assert content.nbytes == stored.nbytes, name
-            file.write(
-                content.data.cast("B")
-            )  # not numpy's tofile: of a full disk it says only how many bytes it wrote
-            file.write(bytes(-content.nbytes % ALIGNMENT))
+            write(content.data.cast("B"))
+            write(bytes(-content.nbytes % ALIGNMENT))
             if name in ends:
                 finish(pending)
-                pending = [threads.submit(os.fsync, file.fileno()), threads.submit(follow, ends[name])]
+                pending += [threads.submit(os.fsync, file.fileno()), threads.submit(follow, ends[name])]
         finish(pending)
         forget(file)
+    return FileRecord(path.stat().st_size, digest.hexdigest())
 
 
-def finish(pending: Sequence[Future[Any]]) -> None:
-    """Wait for work. Raises what it raised."""
+def finish(pending: list[Future[Any]]) -> None:
+    """Wait for work, and forget it. Raises what it raised."""
     for each in pending:
         each.result()
+    pending.clear()
 
 
 def forget(file: BinaryIO) -> None:
