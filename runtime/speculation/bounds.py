@@ -24,6 +24,16 @@ WITHOUT_DRAFT = {  # settings that say how a draft proposes, and their values wh
     "key": ("draft", "calibrated"),
     "verify": ("auto", "match"),
 }
+ONLY_WITH = {  # settings that another one must ask for: without it they change nothing
+    "branching": ("grow", ("k-ary",)),
+    "topology": ("grow", ("static",)),
+    "draft_threshold": ("grow", ("dyspec-threshold",)),
+    "merge_ngram": ("merge", ("gsd",)),
+    "rejection_threshold": ("stop_rule", ("specdec++", "specdec++-lagged")),
+    "min_draft_len": ("stop_rule", ("specdec++", "specdec++-lagged")),
+    "confidence_threshold": ("stop_rule", ("confidence",)),
+    "entropy_threshold": ("stop_rule", ("entropy",)),
+}
 MAX_NGRAM = 16  # tokens; a prompt lookup stores one n-gram per token of the text
 # Name -> the least and the largest value.
 INTEGERS = {
@@ -68,6 +78,20 @@ def check_bounds(settings: Mapping[str, Any], error: type[DraftwoodError] = Conf
                 raise error(f"{place}branching makes more than {MAX_PROPOSAL} tokens: no engine takes that many")
         elif not isinstance(value, str):
             raise error(f"{place}{name} must be text, not {shown(value)}")
+
+
+def check_effects(config: Any) -> None:
+    """Raises ConfigError for a setting of a SpeculativeConfig, other than its default, that changes nothing beside the
+    other settings."""
+    for name, off in {} if config.drafts else WITHOUT_DRAFT.items():
+        if getattr(config, name) not in off:
+            raise ConfigError(f"{name}={getattr(config, name)!r} is for a draft's proposals: leave it out")
+    for name, (other, values) in ONLY_WITH.items():
+        chosen = getattr(config, other)
+        if getattr(config, name) != type(config).__dataclass_fields__[name].default and chosen not in values:
+            raise ConfigError(
+                f"{name} changes nothing with {other}={chosen!r}: leave it out, or use {other}={values[0]!r}"
+            )
 
 
 def check_shape(name: str, shape: Any, error: type[DraftwoodError]) -> None:

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from ...models.bindings import TOP_COLUMNS
 from ...models.errors import ConfigError, shown
 from ..engines.rounds import BEST, BLOCK, MATCH, REJECTION, TRAVERSAL, RoundShape
-from .bounds import AUTO, BUDGETS, KEYS, LOOKUPS, MERGERS, SHARES, STOPPERS, WITHOUT_DRAFT, Lowerable, check_bounds
+from .bounds import AUTO, BUDGETS, KEYS, LOOKUPS, MERGERS, SHARES, STOPPERS, Lowerable, check_bounds, check_effects
 from .growers.baseline import Grower
 from .growers.kinds import CHOSEN_GRAPH, DRAWN_CHAIN, DRAWN_GRAPH, DRAWN_TREE, KINDS, GrowerKind, Growth
 from .growers.lookup import LENGTHS, PromptLookup
@@ -139,9 +139,7 @@ class SpeculativeConfig:
                 f"verify={self.verify!r} is not lossless for a {self.proposal} (grow={self.grow!r}, "
                 f"merge={self.merge!r}): it was proved for other draws; use verify={exact[0]!r}"
             )
-        for name, off in {} if self.drafts else WITHOUT_DRAFT.items():
-            if getattr(self, name) not in off:
-                raise ConfigError(f"{name}={getattr(self, name)!r} is for a draft's proposals: leave it out")
+        check_effects(self)
 
     def _check_shape(self) -> None:
         if not self.branching or min(self.branching) < 1:

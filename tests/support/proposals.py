@@ -38,11 +38,11 @@ SETTINGS = {
     "dead ends": SamplingParams(max_tokens=3, stop_token_ids=(1,), logits_processors=(dead_end,)),
     "greedy dead ends": SamplingParams(max_tokens=3, temperature=0, stop_token_ids=(1,), logits_processors=(dead_end,)),
 }
-SMALL = {"max_draft_len": 2, "max_total_draft_tokens": 4, "frontier_width": 2, "branching": (2, 1)}
+SMALL = {"max_draft_len": 2, "max_total_draft_tokens": 4, "frontier_width": 2}
 GROWN: dict[str, dict[str, Any]] = {
     "auto": {},
     "chain": {"grow": "chain"},
-    "k-ary": {"grow": "k-ary"},
+    "k-ary": {"grow": "k-ary", "branching": (2, 1)},
     "static": {"grow": "static", "topology": (0, 0, 2)},
     "topk": {"grow": "topk"},
     "topk merged": {"grow": "topk", "merge": "gsd", "merge_ngram": 1, "sibling_share": 0.2, "leaf_share": 0.1},
@@ -53,7 +53,7 @@ GROWN: dict[str, dict[str, Any]] = {
     "dyspec merged": {"grow": "dyspec-threshold", "merge": "gsd", "merge_ngram": 1, "draft_threshold": 0.1},
     "layers merged": {"grow": "dyspec", "merge": "gsd", "merge_ngram": 1, "key": "draft"},
     "heap merged": {"grow": "dyspec-heap", "merge": "gsd", "merge_ngram": 1, "max_total_draft_tokens": 3},
-    "k-ary merged": {"grow": "k-ary", "merge": "gsd", "merge_ngram": 1},
+    "k-ary merged": {"grow": "k-ary", "branching": (2, 1), "merge": "gsd", "merge_ngram": 1},
     "dyspec calibrated": {"grow": "dyspec", "key": "calibrated", "max_total_draft_tokens": 3},
     "merged calibrated": {
         "grow": "dyspec-threshold",

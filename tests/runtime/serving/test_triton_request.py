@@ -150,8 +150,8 @@ def test_log_probabilities_are_asked_for_by_a_flag() -> None:
 
 
 def test_a_request_changes_how_the_model_speculates() -> None:
-    parameters = {"grow": "k-ary", "branching": "3,1", "draft_threshold": 0.5}
-    expected = SpeculativeConfig(grow="k-ary", branching=(3, 1), draft_threshold=0.5)
+    parameters = {"grow": "k-ary", "branching": "3,1", "lookup_len": 2}
+    expected = SpeculativeConfig(grow="k-ary", branching=(3, 1), lookup_len=2)
     assert parsed(parameters=parameters).speculative == expected
     assert parsed(num_draft_tokens=0).speculative is None
     limited = parsed(num_draft_tokens=3).speculative

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from draftwood.models.errors import ConfigError
-from draftwood.runtime.speculation.bounds import INTEGERS, MAX_NGRAM, MAX_PROPOSAL, NUMBERS, SHARES, fits
+from draftwood.runtime.speculation.bounds import INTEGERS, MAX_NGRAM, MAX_PROPOSAL, NUMBERS, ONLY_WITH, SHARES, fits
 from draftwood.runtime.speculation.config import CHOICES, LOSSLESS, SpeculativeConfig
 from draftwood.runtime.speculation.growers import kinds as module
 from draftwood.runtime.speculation.growers.baseline import k_ary
@@ -25,6 +25,12 @@ def message(**settings: Any) -> str:
     with pytest.raises(ConfigError) as refused:
         SpeculativeConfig(**settings)
     return str(refused.value)
+
+
+def used(name: str, value: Any) -> dict[str, Any]:
+    """A setting, beside the one without which it changes nothing."""
+    other, values = ONLY_WITH.get(name, ("grow", ("auto",)))
+    return {other: values[0], "max_total_draft_tokens": MAX_PROPOSAL, name: value}
 
 
 def test_the_drafts_probabilities_are_corrected_where_values_of_drawn_tokens_decide() -> None:
@@ -57,7 +63,7 @@ def test_whole_numbers_end_where_they_should(name: str) -> None:
     for value in (True, 2.0, "2", None, [2]):
         assert f"{name} must be a whole number" in message(**{name: value})
     for value in (least, np.int64(most)):
-        assert getattr(made(**{name: value}), name) == value
+        assert getattr(made(**used(name, value)), name) == value
 
 
 @pytest.mark.parametrize("name", NUMBERS)
@@ -68,9 +74,9 @@ def test_shares_end_where_they_should(name: str) -> None:
     for value in (False, "0.5", None, [0.5]):
         assert f"{name} must be a number" in message(**{name: value})
     for value in (1, 0.25, np.float32(0.25)):
-        assert getattr(made(**{name: value}), name) == value
+        assert getattr(made(**used(name, value)), name) == value
     if name in SHARES:
-        assert getattr(made(**{name: 0}), name) == 0
+        assert getattr(made(**used(name, 0)), name) == 0
     else:
         assert "(0, 1]" in message(**{name: 0})
 
@@ -94,9 +100,9 @@ def test_shapes_are_lists_of_whole_numbers(name: str) -> None:
     for item in (-1, MAX_PROPOSAL + 1, 10**5000):
         assert f"{name} must hold numbers from 0" in message(**{name: [item]})
     assert f"has {MAX_PROPOSAL + 1} items" in message(**{name: [0] * (MAX_PROPOSAL + 1)})
-    assert made(**{name: [1] * MAX_PROPOSAL if name == "branching" else [0] * MAX_PROPOSAL})
-    given = made(**{name: [1, 1] if name == "branching" else [0, 1]})
-    assert hash(given) == hash(made(**{name: (1, 1) if name == "branching" else (0, 1)}))
+    assert made(**used(name, [1] * MAX_PROPOSAL if name == "branching" else [0] * MAX_PROPOSAL))
+    given = made(**used(name, [1, 1] if name == "branching" else [0, 1]))
+    assert hash(given) == hash(made(**used(name, (1, 1) if name == "branching" else (0, 1))))
 
 
 def test_a_shape_is_not_built_before_its_size_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -142,8 +148,6 @@ def test_what_contradicts_itself_or_is_not_lossless(settings: dict[str, Any], na
         {"grow": "static", "topology": (0,) * 15},
         {"grow": "static", "topology": (0, 1, 2)},
         {"grow": "k-ary", "branching": (3, 4)},
-        {"topology": (0,) * 16},  # not used
-        {"branching": (4, 3)},
         {"grow": "topk", "merge": "gsd", "lookup_ngram": 1},
         {"grow": "dyspec-threshold", "lookup_ngram": 1},
         {"grow": "dyspec-threshold", "merge": "gsd"},
@@ -153,6 +157,18 @@ def test_what_contradicts_itself_or_is_not_lossless(settings: dict[str, Any], na
 )
 def test_what_stands_beside_it_is_taken(settings: dict[str, Any]) -> None:
     assert made(**settings)
+
+
+@pytest.mark.parametrize("name", ONLY_WITH)
+def test_a_setting_that_changes_nothing_is_refused(name: str) -> None:
+    other, values = ONLY_WITH[name]
+    value = 3 if name in INTEGERS else 0.9 if name in NUMBERS else (0,) if name == "topology" else (1,)
+    assert f"{name} changes nothing with {other}=" in message(**{name: value})
+    assert f"or use {other}={values[0]!r}" in message(**{name: value})
+    for chosen in values:
+        assert getattr(made(**used(name, value) | {other: chosen}), name) == value
+    if name != "topology":  # the default changes nothing anywhere
+        assert made(**{name: getattr(made(), name)}) == made()
 
 
 PROPOSALS: dict[str, tuple[dict[str, Any], ...]] = {
