@@ -30,7 +30,6 @@ NUMPY = {
     **{f"{kind.upper()}{8 * size}": np.dtype(f"<{kind}{size}") for kind in "iu" for size in (1, 2, 4, 8)},
     "BF16": np.dtype(ml_dtypes.bfloat16),
     FLOAT8: np.dtype(ml_dtypes.float8_e4m3fn),
-    "BOOL": np.dtype(np.bool_),
 }
 READ_AHEAD = 256 << 20  # bytes behind a tensor, which the system reads meanwhile: most often the next ones
 MOST_SHARDS = 1024
@@ -60,6 +59,7 @@ class Safetensors:
                 version = version_of(opened.fileno())
                 length = int.from_bytes(opened.read(8), "little")
                 header = json.loads(opened.read(length))
+            header.pop("__metadata__", None)  # no tensor, whatever an index says
             for name, entry in header.items():
                 if files.get(name) == file:
                     start, end = (8 + length + offset for offset in entry["data_offsets"])

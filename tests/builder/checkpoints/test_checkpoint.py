@@ -14,7 +14,7 @@ import torch
 from checkpoints import SHAPES, edit_weights, write_checkpoint
 
 from draftwood.builder.checkpoints.checkpoint import Checkpoint
-from draftwood.builder.checkpoints.safetensors import INDEX, WEIGHTS
+from draftwood.builder.checkpoints.safetensors import INDEX, WEIGHTS, Safetensors
 from draftwood.models.errors import CheckpointError
 from draftwood.models.layers import network_of, num_parameters
 
@@ -76,6 +76,23 @@ def test_weights_that_change_while_they_are_read_are_refused(folder: Path) -> No
     (folder / WEIGHTS).unlink()
     (folder / "before").rename(folder / WEIGHTS)
     np.testing.assert_array_equal(checkpoint.tensor(NAME), before)
+
+
+def test_tensors_may_lie_anywhere_in_a_file(tmp_path: Path) -> None:
+    """Also where no number of their size begins; and what is no tensor is none."""
+    file, numbers = tmp_path / WEIGHTS, np.arange(6, dtype=np.float32).reshape(2, 3)
+    tensors = {
+        "__metadata__": {"format": "pt"},
+        "odd": {"dtype": "U8", "shape": [1], "data_offsets": [0, 1]},
+        "a": {"dtype": "F32", "shape": [2, 3], "data_offsets": [1, 25]},
+        "none": {"dtype": "F16", "shape": [0, 4], "data_offsets": [25, 25]},
+    }
+    header = json.dumps(tensors).encode()
+    file.write_bytes(len(header).to_bytes(8, "little") + header + b"\7" + numbers.tobytes())
+    source = Safetensors(tmp_path, dict.fromkeys(tensors, file))
+    assert {*source.names()} == {"odd", "a", "none"} and source.tensor("none").shape == (0, 4)
+    np.testing.assert_array_equal(source.tensor("a"), numbers)
+    assert source.tensor("a").flags.aligned and source.tensor("odd").tolist() == [7]
 
 
 def test_missing_folder(tmp_path: Path) -> None:
