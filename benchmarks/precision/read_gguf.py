@@ -96,7 +96,7 @@ def reference(file: Path) -> Llama:
     checkpoint = Checkpoint(file)
     model = Llama(checkpoint.config, POSITIONS)
     names = network_of(checkpoint.config).tensors()
-    model.load_state_dict({name: torch.from_numpy(checkpoint.tensor(name)) for name in names})
+    model.load_state_dict({name: torch.from_numpy(checkpoint.tensor(name).copy()) for name in names})
     return model
 
 

@@ -20,7 +20,7 @@ def loaded(folder: Path, positions: int = 64) -> Llama:
     checkpoint = Checkpoint(folder)
     model = Llama(checkpoint.config, positions)
     names = network_of(checkpoint.config).tensors()
-    model.load_state_dict({name: torch.from_numpy(checkpoint.tensor(name)) for name in names})
+    model.load_state_dict({name: torch.from_numpy(checkpoint.tensor(name).copy()) for name in names})
     return model
 
 
