@@ -50,7 +50,7 @@ class Passes(NamedTuple):
     further: tuple[float, ...] = ()
 
 
-def some_of(widths: Sequence[int]) -> tuple[int, ...]:
+def thinned_out(widths: Sequence[int]) -> tuple[int, ...]:
     """The narrowest and the widest one, and between them each that is four times the one before, or more."""
     found = [widths[0]]
     for width in widths[1:]:
@@ -62,8 +62,9 @@ def some_of(widths: Sequence[int]) -> tuple[int, ...]:
 def interpolated(
     widths: Sequence[int], measured: Sequence[int], seconds: Sequence[float], before: Sequence[Sequence[float]]
 ) -> tuple[float, ...]:
-    """Seconds of passes of all widths from those that were measured. before: of all widths behind shorter contexts; the
-    longer one multiplies the times of the shortest, by what changes evenly from one measured width to the next."""
+    """Seconds of passes of all widths behind a context, where only some widths were measured. before: seconds of all
+    widths behind each shorter context. Each measured time is a multiple of that behind the shortest context; the
+    multiples of the other widths are interpolated."""
     if len(measured) == len(widths):
         return tuple(seconds)
     first = dict(zip(widths, before[0], strict=True))

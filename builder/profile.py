@@ -12,7 +12,7 @@ from ..models.errors import ConfigError
 from ..runtime.engines.backends import describe_backend
 from ..runtime.speculation.planning.cost import CostModel, PassCosts
 from .host_times import BRIEF_ROUNDS, BRIEF_TURNS, ROUNDS, TURNS, measure_host, units
-from .pass_times import Pair, interpolated, measure_after, some_of
+from .pass_times import Pair, interpolated, measure_after, thinned_out
 from .progress import Begin, Step
 
 CONTEXTS = (64, 512, 1536)  # and the longest one of a bundle for longer texts
@@ -61,7 +61,7 @@ def measure(
     further: list[tuple[float, ...]] = []
     spreads: list[float] = []
     widths = sorted({width for engine in pair.engines.values() for width in engine.spec.widths})
-    few = sorted({width for engine in pair.engines.values() for width in some_of(engine.spec.widths)})
+    few = sorted({width for engine in pair.engines.values() for width in thinned_out(engine.spec.widths)})
     for context in fitting:
         asked = few if context > fitting[0] and math.isfinite(seconds) else widths
         advance = begin(Step(f"Passes behind {context} tokens", len(asked) * repeats))

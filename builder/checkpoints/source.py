@@ -42,7 +42,8 @@ class TensorSource(Protocol):
         """The description of a tensor in the headers; None when there is no such tensor. Raises CheckpointError."""
 
     def tensor(self, name: str) -> NDArray[Any]:
-        """Read a tensor, in fp32, fp16 or bf16. Raises CheckpointError."""
+        """Read a tensor, in fp32, fp16 or bf16. It may be a part of a mapped file: copy it before writing to it. Raises
+        CheckpointError."""
 
 
 @runtime_checkable

@@ -97,7 +97,7 @@ def packed_engine(source: Source, spec: EngineSpec, staging: Path, begin: Begin)
     """Make an engine that reads packed weights. Its kernels are not part of a bundle."""
     weights = source.weights
     advance = begin(Step(f"Packing the {title(spec)}", spec.model.num_layers))
-    reference = cache(lambda: reference_of(source, weights, spec, threads=1))  # made beside the second layer
+    reference = cache(lambda: reference_of(source, weights, spec, threads=1))  # by `follow`, in its thread
 
     def follow(layer: int) -> None:  # the codes of this layer are still in memory
         reference().layer(layer)

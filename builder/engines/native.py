@@ -180,7 +180,8 @@ def write_weights(
         end += -(-stored.nbytes // ALIGNMENT) * ALIGNMENT
     text = json.dumps(header).encode()
     text += b" " * (-(8 + len(text)) % ALIGNMENT)
-    digest, pending = hashlib.sha256(), list[Future[Any]]()  # of the last layer, while the next one is packed
+    digest = hashlib.sha256()
+    pending: list[Future[Any]] = []  # work on what was written, done while the next layer is packed
     with path.open("wb") as file, ThreadPoolExecutor(1) as hashing, ThreadPoolExecutor(2) as threads:
 
         def write(content: Any) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from fakes import FakeEngine, random_model
 
-from draftwood.builder.pass_times import Pair, filled_cache, interpolated, measure_after, smoothed, some_of, spread
+from draftwood.builder.pass_times import Pair, filled_cache, interpolated, measure_after, smoothed, spread, thinned_out
 from draftwood.builder.profile import measure
 from draftwood.models.bindings import DRAFT, ROLES, TARGET
 from draftwood.models.errors import EngineError
@@ -90,7 +90,7 @@ def test_a_width_is_measured_again_until_its_share_of_the_time_is_over(monkeypat
 
 
 def test_some_widths_stand_for_all() -> None:
-    assert some_of((1, 2, 3, 4, 5, 8, 16, 24, 64)) == (1, 4, 16, 64) and some_of((3,)) == (3,)
-    assert some_of((1, 3, 5, 19, 21)) == (1, 5, 21) and some_of((1, 2)) == (1, 2)
+    assert thinned_out((1, 2, 3, 4, 5, 8, 16, 24, 64)) == (1, 4, 16, 64) and thinned_out((3,)) == (3,)
+    assert thinned_out((1, 3, 5, 19, 21)) == (1, 5, 21) and thinned_out((1, 2)) == (1, 2)
     assert interpolated((1, 2, 3), (1, 3), (6.0, 20.0), [(3.0, 4.0, 5.0), (0.0,) * 3]) == (6.0, 12.0, 20.0)
     assert interpolated((1, 2), (1, 2), [3.0, 4.0], [(1.0, 1.0)]) == (3.0, 4.0)

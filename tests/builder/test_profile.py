@@ -19,7 +19,7 @@ from disk import largest_file
 from fakes import FakeEngine, random_model
 
 from draftwood.builder.host_times import TURNS
-from draftwood.builder.pass_times import Pair, some_of
+from draftwood.builder.pass_times import Pair, thinned_out
 from draftwood.builder.profile import CONTEXTS, brief_contexts, measure
 from draftwood.builder.progress import Step
 from draftwood.cli.main import main
@@ -99,7 +99,7 @@ def test_behind_further_contexts_a_build_measures_few_widths(monkeypatch: pytest
     assert costs.draft is not None and costs.further is not None
     for role, costs_of in ((TARGET, costs.target), (DRAFT, costs.draft), (DRAFT, costs.further)):
         widths = engines[role].spec.widths
-        assert costs_of.widths == widths and seen[role, 8] == set(widths) > seen[role, 100] == set(some_of(widths))
+        assert costs_of.widths == widths and seen[role, 8] == set(widths) > seen[role, 100] == set(thinned_out(widths))
         expected = [1 + 0.2 * width for width in widths]
         assert costs_of.seconds[1] == pytest.approx(expected, rel=0.05)
     measure(Pair(engines, 200, {}), lambda step: lambda: None, (8, 101), 2)

@@ -15,7 +15,7 @@ struct affine {
     f32 scale, offset;
 };
 
-/* Its code, from 0 to LARGEST_CODE. Product and sum may be fused: a code near a tie is as good as the other one. */
+/* The code of a weight, from 0 to LARGEST_CODE. A compiler may fuse product and sum: near a tie both codes are as good. */
 INLINE f32 code_of(f32 weight, struct affine by, f32 inverse) {
     const f32 at = (weight - by.offset) * inverse + WHOLE_ZERO;
     return smaller(larger(at, splat(WHOLE_ZERO)), splat(WHOLE_ZERO + LARGEST_CODE)) - WHOLE_ZERO;
