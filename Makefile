@@ -103,7 +103,7 @@ bench: .venv/dev $(BUNDLE)/manifest.json
 # Needs no setup: any Python with torch will do, `PY=/path/to/python make gpu-check`.
 gpu-check:
 	@$(LINK)
-	PYTHONPATH=$(CURDIR)/build/typing $(or $(wildcard $(PY)),python3) -m benchmarks.gpu.check
+	PYTHONPATH=$(CURDIR)/build/typing $(or $(wildcard $(PY)),python3) -m benchmarks.gpu.check $(if $(HALF),--half $(HALF))
 
 size:
 	@git ls-files '*.py' | xargs wc -l | sort -n

@@ -5,13 +5,13 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
-from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..models.bindings import DRAFT, ROLES, TARGET
 from ..models.errors import BundleError, CheckpointError, ConfigError
 from ..models.layers import num_parameters
+from ..models.release import own_version
 from ..runtime.bundle.bundle import MANIFEST, EngineBundle, FileRecord, Manifest, file_record, write_manifest
 from ..runtime.bundle.checks import check_manifest
 from ..runtime.bundle.staging import replaceable, staging_folder
@@ -77,7 +77,7 @@ def build(options: BuildOptions, begin: Begin) -> EngineBundle:
             files[name] = files.get(name) or file_record(staging / name)
             advance()
         eos = end_of_text(checkpoints[TARGET], begin)
-        builder = f"draftwood {version('draftwood')}"
+        builder = f"draftwood {own_version()}"
         adapters = {role: name_of(lora) for role in options.roles if (lora := asked.lora_of(role)) is not None}
         manifest = Manifest(builder, max_length, eos, engines, parity, files, adapters)
         check_manifest(manifest)  # before an older bundle in this place is replaced

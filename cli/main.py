@@ -7,12 +7,12 @@ import argparse
 import re
 import sys
 from collections.abc import Iterator, Sequence
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NoReturn
 
 from ..models.errors import ConfigError, DraftwoodError, nearest
 from ..models.printable import printable
+from ..models.release import own_version
 from ..runtime.bundle.costs import release
 from ..runtime.engines.backends import BACKENDS
 from . import bench, build, chat, demo, distill, generate, inspect, profile, serve, train_head, triton
@@ -125,7 +125,7 @@ class ShowVersion(argparse.Action):
 
     def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
         installed = [found for backend in BACKENDS if (found := release(backend)) != backend]
-        print(f"draftwood {version('draftwood')} with {', '.join(installed)}")
+        print(f"draftwood {own_version()} with {', '.join(installed)}")
         parser.exit()
 
 

@@ -1,60 +1,216 @@
 """Check everything that needs a GPU, on whatever machine this runs: `make gpu-check`.
 
-The check needs no installation: `PY=/path/to/python make gpu-check` runs it in any Python with torch. Each part prints
-ok, failed, or not possible with the reason. Results go to benchmarks/results/gpu_check_<device>_<date>.json. A machine
-without a CUDA device checks what a CPU can, and writes nothing. The exit code is 1 if a part failed, else 0.
+The check needs no installation: `PY=/path/to/python make gpu-check` runs it in any Python with torch. It has two halves
+of under seven minutes each (`HALF=a`, `HALF=b`):
+
+a  the device and its bandwidth, the attention kernel against the oracle, the static engine and its rounds over a model
+   that torch executes, and the speed of an 8B shape with a 1B draft;
+b  times of the attention kernel, ONNX Runtime's CUDA provider, TensorRT and TensorRT-RTX where they are installed, and
+   the tests that need a GPU.
+
+Each stage is ok, failed, or not possible with the reason. Groups of stages run in processes of their own: none takes
+the others down. Results go to benchmarks/results/gpu_check_<half>_<device>_<date>.json as they come. The exit code is 1
+if a stage failed, else 0. Without a CUDA device nothing is written.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from time import monotonic
+from typing import NamedTuple
 
-from benchmarks.gpu.report import FAILED, Findings, NotPossible, Outcome, Part, format_row, run_parts, write_outcomes
+from benchmarks.gpu.report import (
+    FAILED,
+    NOT_POSSIBLE,
+    Findings,
+    NotPossible,
+    Outcome,
+    Part,
+    format_row,
+    run_parts,
+    shorten,
+    write_outcomes,
+)
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
-BUDGET = 520.0  # seconds; a check may take nine minutes
-MINUTE = 60  # what most parts may take
+BUDGET = 410.0  # seconds of a half
 BACKENDS = ("tensorrt", "tensorrt-rtx")
-KERNEL, SHARED, OWN = "our kernel", "4 requests", "TensorRT's attention"  # keys of tensorrt.FORMS
-LOW_BIT = ("int8", "int4", "fp8")  # the others
+STAGES = {  # of a form of bundle, see tensorrt.FORMS
+    "our kernel": ("build", "load", "capture", "first token", "texts", "speed"),
+    "4 requests": ("build", "load", "texts", "speed"),
+    "TensorRT's attention": ("build", "load", "texts", "speed"),
+    **dict.fromkeys(("int8", "int4", "fp8"), ("build", "load", "texts", "speed")),
+}
+GPU_TESTS = ("tests/plugins/test_tree_attention_gpu.py", "tests/runtime/engines")
+
+
+class Group(NamedTuple):
+    """Parts that run in one process. seconds: the most that it may take."""
+
+    half: str
+    seconds: int
+    parts: Callable[[str], Iterator[Part]]  # from a folder for bundles
+    package: str = ""  # whose absence makes the group impossible
+
+
+def device_parts(folder: str) -> Iterator[Part]:
+    yield Part("device", 20, describe_device)
+    for dtype in ("fp16", "bf16", "fp32"):
+        yield Part(f"attention kernel, {dtype}", 60, partial(check_kernel, dtype))
+
+
+def static_parts(folder: str) -> Iterator[Part]:
+    from benchmarks.gpu import engine
+
+    yield Part("kernels of rounds are loaded", 60, load_rounds)
+    yield Part("logits", 60, partial(engine.check_parity, ("fp32", "fp16", "bf16")))
+    yield Part("texts, T = 0", 60, partial(engine.check_greedy, 3))
+    yield Part("texts, T = 1", 90, partial(engine.check_drawn, 3, 600))
+
+
+def headline_parts(folder: str) -> Iterator[Part]:
+    from benchmarks.gpu.headline import SHAPES, Headline, Scale
+
+    yield from Headline(Scale(SHAPES), measured_bandwidth()).parts()
+
+
+def kernel_time_parts(folder: str) -> Iterator[Part]:
+    yield Part("attention kernel, time", 120, time_kernel)
+
+
+def onnxruntime_parts(folder: str) -> Iterator[Part]:
+    from benchmarks.gpu import onnx_runtime
+
+    for precision in ("fp32", "int4"):
+        yield Part(f"ONNX Runtime, {precision}", 90, partial(onnx_runtime.check, precision, "cuda"))
+
+
+def tensorrt_parts(backend: str, form: str, folder: str) -> Iterator[Part]:
+    from benchmarks.gpu import tensorrt
+
+    for stage in STAGES[form]:
+        yield Part(f"{backend}, {form}: {stage}", 60, partial(tensorrt.check, backend, stage, form, folder))
+
+
+def test_parts(folder: str) -> Iterator[Part]:
+    yield Part("pytest -m gpu", 180, run_tests)
+
+
+GROUPS: dict[str, Group] = {
+    "kernel": Group("a", 120, device_parts),
+    "static engine": Group("a", 180, static_parts),
+    "headline": Group("a", 300, headline_parts),
+    "kernel time": Group("b", 120, kernel_time_parts),
+    "onnxruntime": Group("b", 180, onnxruntime_parts),
+    **{
+        f"{backend}, {form}": Group("b", 300, partial(tensorrt_parts, backend, form), backend)
+        for backend in BACKENDS
+        for form in STAGES
+    },
+    "tests": Group("b", 200, test_parts, "pytest"),
+}
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--half", choices=("a", "b"), help="default: both, one after the other")
     parser.add_argument("--output", type=Path, default=RESULTS, help="folder of the figures")
-    parser.add_argument(
-        "--budget",
-        type=float,
-        default=BUDGET,
-        help="seconds; a part that might take longer than what is left does not run",
-    )
-    parser.add_argument("--target-shape", default="7b", help="of the model whose speed is measured, see inflate.py")
-    parser.add_argument("--draft-shape", default="110m", help="of its draft")
+    parser.add_argument("--budget", type=float, default=BUDGET, help="seconds of a half")
+    parser.add_argument("--group", nargs=2, metavar=("NAME", "FOLDER"), help=argparse.SUPPRESS)
     args = parser.parse_args()
+    if args.group:
+        return run_group(*args.group, args.budget)
     device = find_device()
-    print(device or "No CUDA device: checking what a CPU can. Run this on a machine with an NVIDIA GPU for the rest.")
-    results: list[Outcome] = []
-    with TemporaryDirectory() as folder:
-        parts = list_gpu_parts((args.target_shape, args.draft_shape), folder) if device else list_cpu_parts()
-        for outcome in run_parts(parts, args.budget):
+    if not device:
+        print("No CUDA device: nothing is checked here. Run this on a machine with an NVIDIA GPU.")
+        print("Without one, `pytest tests/benchmarks/test_gpu_model.py` runs the stages over a driver on the host.")
+        return 0
+    print(device, flush=True)
+    statuses = []
+    for half in (args.half,) if args.half else ("a", "b"):
+        results: list[Outcome] = []
+        for outcome in run_half(half, args.budget):
             results.append(outcome)
             print(format_row(outcome), flush=True)
             if outcome.trace:
-                print(outcome.trace, file=sys.stderr)
-            if device:  # after every part: a machine may be taken away, or a part end the process
-                file = write_outcomes(args.output, device, results)
-    if device:
-        print(f"Figures: {file}")
-    return 1 if any(outcome.status == FAILED for outcome in results) else 0
+                print(outcome.trace, file=sys.stderr, flush=True)
+            # After every part: a machine may be taken away.
+            file = write_outcomes(args.output, f"{half}_{device}", results)
+        print(f"Figures: {file}", flush=True)
+        statuses += [outcome.status for outcome in results]
+    return 1 if FAILED in statuses else 0
+
+
+def run_half(half: str, budget: float) -> Iterator[Outcome]:
+    """The outcomes of the groups of a half, each in a process of its own."""
+    ends = monotonic() + budget
+    with TemporaryDirectory() as folder:
+        for name, group in GROUPS.items():
+            if group.half == half:
+                yield from run_apart(name, group, folder, min(ends - monotonic(), group.seconds))
+
+
+def run_apart(name: str, group: Group, folder: str, seconds: float) -> Iterator[Outcome]:
+    """The outcomes of one group's process, which is ended after so many seconds."""
+    if group.package and importlib.util.find_spec(group.package.replace("-", "_")) is None:
+        yield Outcome(name, NOT_POSSIBLE, 0.0, f"the package {group.package} is not installed", {})
+        return
+    if seconds < 5:
+        yield Outcome(name, NOT_POSSIBLE, 0.0, "no time is left", {})
+        return
+    begun = monotonic()
+    paths = os.pathsep.join([str(ROOT), *filter(None, sys.path)])
+    process = subprocess.Popen(
+        [sys.executable, "-m", "benchmarks.gpu.check", "--group", name, folder, "--budget", str(seconds)],
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": paths, "PYTHONUNBUFFERED": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    errors: list[str] = []
+    assert process.stdout is not None and process.stderr is not None
+    reader = threading.Thread(target=errors.extend, args=(process.stderr,))
+    reader.start()
+    timer = threading.Timer(seconds, process.kill)
+    timer.start()
+    for line in process.stdout:
+        if line.startswith(MARK):
+            yield Outcome(**json.loads(line.removeprefix(MARK)))
+        else:
+            print(line, end="", flush=True)
+    code = process.wait()
+    timer.cancel()
+    reader.join()
+    if code:
+        reason = f"its process ended with {code} after {monotonic() - begun:.0f} s"
+        yield Outcome(f"{name}: process", FAILED, monotonic() - begun, reason, {}, "".join(errors[-40:]))
+
+
+MARK = "outcome "  # begins the lines that a group's process writes for the check
+
+
+def run_group(name: str, folder: str, budget: float) -> int:
+    """Run a group's parts in this process, which dies if a library does."""
+    try:
+        parts: Sequence[Part] = list(GROUPS[name].parts(folder))
+    except ModuleNotFoundError as reason:
+        print(MARK + json.dumps(Outcome(name, NOT_POSSIBLE, 0.0, shorten(reason), {})._asdict()))
+        return 0
+    for outcome in run_parts(parts, budget):
+        print(MARK + json.dumps(outcome._asdict()), flush=True)
+    return 0
 
 
 def find_device() -> str | None:
@@ -64,46 +220,6 @@ def find_device() -> str | None:
     except ModuleNotFoundError:
         return None
     return torch.cuda.get_device_name() if torch.cuda.is_available() else None
-
-
-def list_cpu_parts() -> list[Part]:
-    """What a machine without a GPU can check: the kernel in Triton's interpreter, the static passes on the host."""
-    # Triton reads this when the kernel is imported. No part has imported it yet.
-    os.environ["TRITON_INTERPRET"] = "1"
-    return [
-        Part("kernel, interpreted", 60, check_interpreted_kernel),
-        Part("torch engine", 60, partial(check_engine, "cpu", ("fp32",))),
-        Part("speculative = plain", 60, partial(check_texts, "cpu", 24, 1)),
-        *(Part(backend, 30, partial(check_tensorrt, backend, "build", KERNEL, "")) for backend in BACKENDS),
-    ]
-
-
-def list_gpu_parts(shapes: tuple[str, str], folder: str) -> list[Part]:
-    """Whether something works precedes how fast it is. shapes: of the target and the draft whose speed is measured,
-    keys of inflate.SHAPES. folder: for bundles."""
-
-    def stages(form: str, names: Sequence[str]) -> list[Part]:
-        return [
-            Part(f"{backend}, {form}: {stage}", MINUTE, partial(check_tensorrt, backend, stage, form, folder))
-            for backend in BACKENDS
-            for stage in names
-        ]
-
-    return [
-        Part("device", 20, describe_device),
-        *(
-            Part(f"kernel numerics, {dtype}", MINUTE, partial(check_kernel, dtype))
-            for dtype in ("fp16", "bf16", "fp32")
-        ),
-        Part("torch engine", MINUTE, partial(check_engine, "cuda", ("fp32", "fp16", "bf16"))),
-        Part("speculative = plain", MINUTE, partial(check_texts, "cuda", 96, 3)),
-        *stages(KERNEL, ("build", "load", "capture", "first token", "texts")),
-        *(part for form in (SHARED, OWN, *LOW_BIT) for part in stages(form, ("build", "load", "texts"))),
-        *(Part(f"ONNX Runtime, {each}", MINUTE, partial(check_onnxruntime, each)) for each in ("fp32", "int4")),
-        Part("kernel time", 90, time_kernel),
-        *(part for form in (KERNEL, SHARED, OWN, *LOW_BIT) for part in stages(form, ("speed",))),
-        Part(f"{shapes[0]} speculation", 180, partial(measure_speed, shapes)),
-    ]
 
 
 def describe_device() -> Findings:
@@ -118,7 +234,7 @@ def describe_device() -> Findings:
         "memory_gb": round(properties.total_memory / 1e9, 1),
         "driver": read_driver_version(),
         "cuda": torch.version.cuda,
-        "bandwidth_gb_per_s": round(measure_bandwidth() / 1e9, 1),
+        "bandwidth_gb_per_s": round(measured_bandwidth()() / 1e9, 1),
     }
     return Findings(", ".join(f"{name} {value}" for name, value in figures.items() if name != "name"), figures)
 
@@ -131,24 +247,24 @@ def read_driver_version() -> str:
         return f"unknown ({error})"
 
 
-def measure_bandwidth() -> float:
-    """Bytes per second that a large copy reads and writes."""
-    import torch
+def measured_bandwidth() -> Callable[[], float]:
+    """A function that measures once: bytes per second that a large copy reads and writes."""
+    from functools import cache
 
-    from benchmarks.gpu.kernel import time_calls
+    @cache
+    def bandwidth() -> float:
+        import torch
 
-    source = torch.randint(0, 255, (1 << 31,), dtype=torch.uint8, device="cuda")
-    target = torch.empty_like(source)
-    return 2 * source.nbytes / time_calls([lambda: target.copy_(source)])
+        from benchmarks.gpu.kernel import time_calls
+
+        source = torch.randint(0, 255, (1 << 31,), dtype=torch.uint8, device="cuda")
+        target = torch.empty_like(source)
+        return 2 * source.nbytes / time_calls([lambda: target.copy_(source)])
+
+    return bandwidth
 
 
 # Each part imports what it needs itself: a package that is missing makes this part impossible, not the others.
-def check_interpreted_kernel() -> Findings:
-    from benchmarks.gpu import kernel
-
-    return kernel.check_numerics(kernel.attend_interpreted, kernel.list_small_shapes(), "cpu")
-
-
 def check_kernel(dtype: str) -> Findings:
     from benchmarks.gpu import kernel
     from draftwood.plugins.tree_attention.launch import tree_attention
@@ -156,60 +272,33 @@ def check_kernel(dtype: str) -> Findings:
     return kernel.check_numerics(tree_attention, kernel.list_shapes(dtype), "cuda")
 
 
+def load_rounds() -> Findings:
+    from draftwood.runtime.engines.static.cuda import CudaDevice
+
+    device, begun = CudaDevice(), monotonic()
+    count = device.load_rounds()
+    seconds = monotonic() - begun
+    return Findings(f"{count} kernels in {seconds:.1f} s", {"kernels": count, "seconds": round(seconds, 2)})
+
+
 def time_kernel() -> Findings:
     from benchmarks.gpu import kernel
     from draftwood.plugins.tree_attention.launch import tree_attention
 
-    return kernel.measure_speed(tree_attention, measure_bandwidth())
+    return kernel.measure_speed(tree_attention, measured_bandwidth()())
 
 
-def check_engine(device: str, precisions: tuple[str, ...]) -> Findings:
-    from benchmarks.gpu import engine
-
-    return engine.check_parity(device, precisions)
-
-
-def check_texts(device: str, max_tokens: int, count: int) -> Findings:
-    from benchmarks.gpu import engine
-
-    return engine.check_same_text(device, max_tokens, count)
-
-
-def measure_speed(shapes: tuple[str, str]) -> Findings:
-    from benchmarks.gpu import engine
-
-    return engine.measure_speculation(shapes, "cuda", "fp16", max_tokens=128, count=3, threads=os.cpu_count() or 1)
-
-
-def check_tensorrt(backend: str, stage: str, form: str, folder: str) -> Findings:
-    return check_apart("tensorrt", backend, stage, form, folder)
-
-
-def check_onnxruntime(precision: str) -> Findings:
-    return check_apart("onnx_runtime", precision, "cuda")
-
-
-def check_apart(module: str, *arguments: str) -> Findings:
-    """A module's `check` in a process of its own: a library may end the process it is in, and Polygraphy serves one
-    package of TensorRT in each."""
-    called = ", ".join(map(repr, arguments))
-    code = f"import json; from benchmarks.gpu import {module} as part; print(json.dumps(part.check({called})))"
-    paths = [str(ROOT), *filter(None, sys.path)]
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        capture_output=True,
-        text=True,
-        timeout=MINUTE,
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(paths), "TRITON_INTERPRET": "0"},
-    )
-    if done.returncode == 0:
-        summary, figures = json.loads(done.stdout.splitlines()[-1])
-        return Findings(summary, figures)
-    last = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
-    name, _, reason = last.partition(": ")
-    if name.split(".")[-1] in ("NotPossible", "ModuleNotFoundError"):
-        raise NotPossible(reason)
-    raise RuntimeError(f"{last}\n{done.stderr}")
+def run_tests() -> Findings:
+    """Raises NotPossible where the tests' own packages are missing."""
+    for package in ("hypothesis",):
+        if importlib.util.find_spec(package) is None:
+            raise NotPossible(f"the package {package} is not installed")
+    command = [sys.executable, "-m", "pytest", "-m", "gpu", "-q", "-p", "no:cacheprovider", *GPU_TESTS]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=175)
+    lines = done.stdout.strip().splitlines() or [done.stderr]
+    if done.returncode:
+        raise AssertionError(f"{lines[-1]}\n{done.stdout[-6000:]}")
+    return Findings(lines[-1], {"summary": lines[-1]})
 
 
 if __name__ == "__main__":

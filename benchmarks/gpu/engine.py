@@ -1,27 +1,39 @@
-"""The torch engine on a GPU: logits against the CPU, texts with and without speculation, speed at a real model size."""
+"""The static engine over a model that torch executes (`model.py`): logits, texts and draws beside the host's.
+
+Everything here runs on a GPU, and on a machine without one over the driver that tests put in libcuda's place.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import cache
+from math import erfc, sqrt
 from pathlib import Path
-from statistics import median
 from typing import Any, NamedTuple
+from unittest import mock
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
+from benchmarks.gpu.model import DTYPES, TorchLlama, TorchProgram, Weights
 from benchmarks.gpu.report import Findings, require
 from draftwood.builder.checkpoints.checkpoint import Checkpoint
 from draftwood.models.bindings import COMPACT, DRAFT, TARGET, output_names
 from draftwood.models.config import LlamaConfig
-from draftwood.models.llama import dense_tree_attention
 from draftwood.runtime import SamplingParams, SpecDecodeStats, SpeculativeConfig
 from draftwood.runtime.decoding.decoder import SpeculativeDecoder
 from draftwood.runtime.engines.base import Engine, EngineSpec, TokenBatch
 from draftwood.runtime.engines.passes import prefill
-from draftwood.runtime.engines.torch import TorchEngine, Weights
+from draftwood.runtime.engines.static.cuda import CudaDevice
+from draftwood.runtime.engines.static.device import Stream
+from draftwood.runtime.engines.static.engine import StaticEngine
+from draftwood.runtime.engines.static.rounds import StaticRounds
+from draftwood.runtime.engines.torch import TorchEngine
 from draftwood.runtime.sampling.random import seeded_streams
 from draftwood.runtime.sampling.sampler import Sampler
 from draftwood.runtime.text.tokenizer import Tokenizer
@@ -32,13 +44,17 @@ MAX_LENGTH = 768  # tokens of prompt and output; the demo pair was trained for 1
 CAPACITY = MAX_LENGTH + 4 * WIDTHS[-1]
 # Largest difference to the fp32 CPU engine, relative to the largest logit.
 LOGIT_TOLERANCES = {"fp32": 1e-4, "fp16": 2e-2, "bf16": 1e-1}
-CONFIGS = {
-    "chain of 4": SpeculativeConfig("chain", budget="fixed", max_draft_len=4),
-    "tree of 7": SpeculativeConfig("topk", budget="fixed", max_total_draft_tokens=7, max_draft_len=5),
-    "tree of 31, merged": SpeculativeConfig(
-        "topk", merge="gsd", budget="fixed", max_total_draft_tokens=31, max_draft_len=8, frontier_width=8
-    ),
-}
+GREEDY = SamplingParams(max_tokens=96, temperature=0, ignore_eos=True)
+DRAWN = replace(GREEDY, temperature=1.0, seed=0)
+CHAIN = SpeculativeConfig("chain", budget="fixed", max_draft_len=4)
+TREE = SpeculativeConfig("topk", budget="fixed", max_total_draft_tokens=15, max_draft_len=5, frontier_width=4)
+DYSPEC = SpeculativeConfig("dyspec", budget="fixed", max_total_draft_tokens=15, max_draft_len=5, frontier_width=4)
+MERGED = SpeculativeConfig(
+    "topk", merge="gsd", budget="fixed", max_total_draft_tokens=31, max_draft_len=8, frontier_width=8
+)
+CONFIGS = {"chain of 4": CHAIN, "tree of 15": TREE, "drawn tree of 15": DYSPEC}
+UNLIKELY = 1e-5  # chance below which draws are not of their distribution
+Queue = Callable[[Callable[[], None], Stream], None]
 
 
 class EnginePair(NamedTuple):
@@ -52,16 +68,15 @@ class DecodedText(NamedTuple):
 
 
 class TextDecoder:
-    """Decodes texts one after the other over the same caches, so that captured graphs are replayed."""
+    """Decodes texts one after the other over the same engines, so that captured graphs are replayed."""
 
-    def __init__(self, target: Engine, draft: Engine | None, config: SpeculativeConfig | None) -> None:
-        self._vocab_size = target.spec.model.vocab_size
-        self._decoder = SpeculativeDecoder(target, draft, config, MAX_LENGTH, ())
+    def __init__(self, pair: EnginePair, config: SpeculativeConfig | None) -> None:
+        self._vocab_size = pair.target.spec.model.vocab_size
+        self._decoder = SpeculativeDecoder(pair.target, pair.draft if config else None, config, MAX_LENGTH, ())
 
     def decode(self, prompt: Sequence[int], params: SamplingParams) -> DecodedText:
-        stats = SpecDecodeStats()
-        sampler = Sampler(params, prompt, (), self._vocab_size)
-        chunks = self._decoder.generate(prompt, sampler, seeded_streams(params.seed), stats)
+        stats, sampler = SpecDecodeStats(), Sampler(params, prompt, (), self._vocab_size)
+        chunks = self._decoder.generate(prompt, sampler, seeded_streams(params.seed or 0), stats)
         return DecodedText([token for chunk in chunks for token in chunk.token_ids], stats)
 
 
@@ -69,15 +84,34 @@ def make_spec(config: LlamaConfig, role: str) -> EngineSpec:
     return EngineSpec(role, "torch", "", config, WIDTHS, CAPACITY, "fp32", output_names(role, form=COMPACT))
 
 
-def open_demo_engine(role: str, device: str, precision: str = "fp32") -> TorchEngine:
-    """The demo pair's target or draft with caches of fixed size."""
-    checkpoint = Checkpoint(DEMO / role)
-    attend = dense_tree_attention if device == "cpu" else None
-    return TorchEngine(
-        checkpoint.tensor, make_spec(checkpoint.config, role), device, precision=precision, attend=attend
-    )
+def static_engine(
+    config: LlamaConfig, weights: Weights, role: str, precision: str, queue: Queue | None = None
+) -> StaticEngine:
+    """queue: see TorchProgram; None on a GPU."""
+    model = TorchLlama(config, weights, CAPACITY, DTYPES[precision], "cpu" if queue else "cuda")
+    spec = make_spec(config, role)
+    return StaticEngine(spec, TorchProgram(model, spec, queue), CudaDevice())
 
 
+def open_demo(precision: str, queue: Queue | None = None) -> EnginePair:
+    """The demo pair behind static engines."""
+
+    def opened(role: str) -> StaticEngine:
+        source = Checkpoint(DEMO / role)
+        weights = lambda name: torch.from_numpy(np.array(source.tensor(name), np.float32))  # noqa: E731
+        return static_engine(source.config, weights, role, precision, queue)
+
+    return EnginePair(opened(TARGET), opened(DRAFT))
+
+
+@cache
+def open_reference() -> EnginePair:
+    """The demo pair on the CPU in fp32."""
+    checkpoints = {role: Checkpoint(DEMO / role) for role in (TARGET, DRAFT)}
+    return EnginePair(*(TorchEngine(each.tensor, make_spec(each.config, role)) for role, each in checkpoints.items()))
+
+
+@cache
 def read_demo_prompts(count: int) -> list[list[int]]:
     """Token ids of the demo pair's prompts."""
     lines = (DEMO / "prompts.jsonl").read_text(encoding="utf-8").splitlines()[:count]
@@ -85,29 +119,24 @@ def read_demo_prompts(count: int) -> list[list[int]]:
     return [tokenizer.encode(json.loads(line)["prompt"]) for line in lines]
 
 
-def check_parity(device: str, precisions: Sequence[str]) -> Findings:
+def check_parity(precisions: Sequence[str], queue: Queue | None = None) -> Findings:
     """Compare the logits of a prompt and of a tree after it with those of the CPU."""
     figures: dict[str, float] = {}
-    checkpoint = Checkpoint(DEMO / TARGET)
-    reference = TorchEngine(checkpoint.tensor, make_spec(checkpoint.config, TARGET))
-    wanted = compute_tree_logits(reference, reference.new_cache())
+    expected = compute_tree_logits(open_reference().target)
     for precision in precisions:
-        engine = open_demo_engine(TARGET, device, precision)
-        cache = engine.new_cache()
-        for name in ("first", "repeated"):  # a shape's first pass runs as it is, later ones replay a captured graph
-            found = compute_tree_logits(engine, cache)
-            error = float(np.abs(found - wanted).max() / np.abs(wanted).max())
+        engine, limit = open_demo(precision, queue).target, LOGIT_TOLERANCES[precision]
+        for name in ("first", "captured", "replayed"):
+            error = float(np.abs(compute_tree_logits(engine) - expected).max() / np.abs(expected).max())
             figures[f"{precision}, {name}"] = error
-            limit = LOGIT_TOLERANCES[precision]
             require(error < limit, f"{precision}, {name}: logits differ by {error:.1e} of the largest, not {limit:.0e}")
     text = ", ".join(f"{name} {error:.1e}" for name, error in figures.items())
     return Findings(f"largest difference, relative to the largest logit: {text}", {"parity": figures})
 
 
-def compute_tree_logits(engine: Engine, cache: Any) -> NDArray[np.float32]:
-    """Logits [10, V]: of a tree of eight rows in two passes after a prompt, and of two rows after the committed path.
-    The cache is emptied first."""
-    rng = np.random.default_rng(0)
+def compute_tree_logits(engine: Engine) -> NDArray[np.float32]:
+    """Logits [10, V]: of a tree of eight rows in two passes after a prompt, and of two rows after the committed
+    path."""
+    rng, cache = np.random.default_rng(0), engine.new_cache()
     text = rng.integers(3, engine.spec.model.vocab_size, 150)
     parents = (-1, 0, 0, 1, 2, 2, 4, 6)
     visible = np.eye(len(parents), dtype=np.bool_)
@@ -116,36 +145,57 @@ def compute_tree_logits(engine: Engine, cache: Any) -> NDArray[np.float32]:
         if parent >= 0:
             visible[row] |= visible[parent]
             depths[row] = depths[parent] + 1
-    cache.truncate(0)
     prefill(engine, cache, text[:140].tolist())
     tokens = text[140:148]
     first = TokenBatch.pad(tokens[:5], 140 + depths[:5], visible[:5, :5], engine.spec.width_for(5))
     second = TokenBatch.pad(tokens[5:], 140 + depths[5:], visible[5:], engine.spec.width_for(3))
     logits = [engine.score(batch, cache).logits[: batch.num_tokens].copy() for batch in (first, second)]
     cache.commit([0, 2, 4, 6, 7])
-    behind = TokenBatch.pad(text[148:], np.arange(145, 147), np.tri(2, dtype=np.bool_), engine.spec.width_for(2))
-    return np.concatenate((*logits, engine.score(behind, cache).logits[:2]))
+    after = TokenBatch.pad(text[148:], np.arange(145, 147), np.tri(2, dtype=np.bool_), engine.spec.width_for(2))
+    logits.append(engine.score(after, cache).logits[:2].copy())
+    cache.close()
+    return np.concatenate(logits)
 
 
-def check_same_text(device: str, max_tokens: int, count: int) -> Findings:
-    """Check that speculation changes no token at temperature 0. The check runs in fp32, where passes of different
-    widths round so similarly that ties are improbable."""
-    pair = EnginePair(open_demo_engine(TARGET, device), open_demo_engine(DRAFT, device))
-    params = SamplingParams(max_tokens=max_tokens, temperature=0, ignore_eos=True)
-    plain_decoder = TextDecoder(pair.target, None, None)
-    decoders = {name: TextDecoder(*pair, config) for name, config in CONFIGS.items()}
-    figures: dict[str, list[float]] = {}
+@contextmanager
+def counted_rounds() -> Iterator[mock.Mock]:
+    """`call_count` says how many texts' rounds ran on the device."""
+    with mock.patch.object(StaticRounds, "accept", autospec=True, side_effect=StaticRounds.accept) as accept:
+        yield accept
+
+
+@contextmanager
+def rounds_of_the_host() -> Iterator[None]:
+    with mock.patch.object(StaticEngine, "rounds", lambda *_: None):
+        yield
+
+
+def check_greedy(count: int, params: SamplingParams = GREEDY, queue: Queue | None = None) -> Findings:
+    """Check that neither speculation, nor rounds on the device, nor the GPU change a token at temperature 0. In fp32,
+    where passes of different widths round so similarly that ties are improbable."""
+    pair, lengths, on_device = open_demo("fp32", queue), dict[str, list[float]](), 0
+    plain, by_cpu = TextDecoder(pair, None), TextDecoder(open_reference(), None)
+    decoders = {name: TextDecoder(pair, config) for name, config in (CONFIGS | {"DAG of 31": MERGED}).items()}
     for prompt in read_demo_prompts(count):
-        plain = plain_decoder.decode(prompt, params).token_ids
+        expected = by_cpu.decode(prompt, params).token_ids
+        same(plain.decode(prompt, params).token_ids, expected, "plain", "the CPU's")
         for name, decoder in decoders.items():
-            found = decoder.decode(prompt, params)
-            require(
-                found.token_ids == plain, f"{name} and plain decoding part at token {find_difference(found[0], plain)}"
-            )
-            figures.setdefault(name, []).append(found.stats.mean_acceptance_length)
-    lengths = {name: round(float(np.mean(values)), 3) for name, values in figures.items()}
-    text = ", ".join(f"{name} {value:.2f}" for name, value in lengths.items())
-    return Findings(f"{count} texts of {max_tokens} tokens; tokens per target pass: {text}", {"acceptance": lengths})
+            with counted_rounds() as rounds:
+                found = decoder.decode(prompt, params)
+            on_device += rounds.call_count
+            same(found.token_ids, expected, name, "the CPU's")
+            with rounds_of_the_host():
+                same(decoder.decode(prompt, params).token_ids, expected, f"{name}, rounds of the host", "the CPU's")
+            lengths.setdefault(name, []).append(found.stats.mean_acceptance_length)
+    require(on_device > 0, "no round ran on the device")
+    means = {name: round(float(np.mean(values)), 3) for name, values in lengths.items()}
+    text = ", ".join(f"{name} {value:.2f}" for name, value in means.items())
+    summary = f"{count} texts of {params.max_tokens} tokens, {on_device} rounds on the device; tokens per pass: {text}"
+    return Findings(summary, {"acceptance": means, "device_rounds": on_device})
+
+
+def same(found: list[int], expected: list[int], name: str, other: str) -> None:
+    require(found == expected, f"{name} and {other} text part at token {find_difference(found, expected)}")
 
 
 def find_difference(first: Sequence[int], second: Sequence[int]) -> int:
@@ -154,78 +204,55 @@ def find_difference(first: Sequence[int], second: Sequence[int]) -> int:
     return next((index for index, (one, other) in enumerate(pairs) if one != other), min(len(first), len(second)))
 
 
-class PrefetchedWeights:
-    """Weights that threads make ahead of their use. The user must ask for them in the order of `names`."""
-
-    def __init__(self, weights: Weights, names: Sequence[str], threads: int) -> None:
-        self._pool = ThreadPoolExecutor(threads)
-        self._futures: dict[str, Future[NDArray[Any]]] = {name: self._pool.submit(weights, name) for name in names}
-
-    def __call__(self, name: str) -> NDArray[Any]:
-        return self._futures.pop(name).result()
-
-    def close(self) -> None:
-        self._pool.shutdown(cancel_futures=True)
-
-
-def make_inflated_engine(role: str, shape: str, device: str, precision: str, threads: int) -> TorchEngine:
-    """The demo model in a real LLaMA's shape (tools/inflate.py), made on the device without a file."""
-    from benchmarks.tools.inflate import SHAPES, Inflation
-
-    inflation = Inflation(Checkpoint(DEMO / role), SHAPES[shape], "fp16" if precision == "fp16" else "bf16")
-    weights = PrefetchedWeights(inflation.tensor, list(inflation.shapes), threads)
-    try:
-        return TorchEngine(weights, make_spec(inflation.config, role), device, precision=precision)
-    finally:
-        weights.close()
+def check_drawn(count: int, draws: int, params: SamplingParams = DRAWN, queue: Queue | None = None) -> Findings:
+    """Check rounds on the device at temperature 1: with the same random numbers they write the texts of the host's
+    rounds, but for rounding; and many first tokens have the distribution of the target's logits."""
+    pair, figures, on_device = open_demo("fp32", queue), dict[str, Any](), 0
+    for name, config in CONFIGS.items():
+        decoder, parted = TextDecoder(pair, config), []
+        for seed, prompt in enumerate(read_demo_prompts(count)):
+            own = replace(params, seed=seed)
+            with counted_rounds() as rounds:
+                found = decoder.decode(prompt, own).token_ids
+            on_device += rounds.call_count
+            with rounds_of_the_host():
+                parted.append(find_difference(found, decoder.decode(prompt, own).token_ids))
+        whole = sum(each == params.max_tokens for each in parted)
+        require(2 * whole > count, f"{name}: texts by the device's and the host's rounds part at tokens {parted}")
+        chance, rounds_drawn = chance_of_draws(pair, config, draws)
+        require(chance > UNLIKELY, f"{name}: {draws} first tokens have a chance of {chance:.1e}")
+        figures[name] = {"same_tokens": parted, "chance_of_draws": chance, "device_rounds_of_draws": rounds_drawn}
+        on_device += rounds_drawn
+    require(on_device > 0, "no round ran on the device")
+    text = ", ".join(f"{name} {each['same_tokens']}, p = {each['chance_of_draws']:.2g}" for name, each in figures.items())
+    return Findings(f"{on_device} rounds on the device; equal tokens of {params.max_tokens}: {text}", {"drawn": figures})
 
 
-def measure_speculation(
-    shapes: tuple[str, str],
-    device: str,
-    precision: str,
-    max_tokens: int,
-    count: int,
-    threads: int,
-    progress: Callable[[str], object] = print,
-) -> Findings:
-    """Measure tokens per second with and without speculation, of a target and a draft of real shapes."""
-    target_shape, draft_shape = shapes
-    progress(f"  making {target_shape} and {draft_shape} parameters of the demo pair")
-    pair = EnginePair(
-        make_inflated_engine(TARGET, target_shape, device, precision, threads),
-        make_inflated_engine(DRAFT, draft_shape, device, precision, threads),
-    )
-    params = SamplingParams(max_tokens=max_tokens, temperature=0, ignore_eos=True)
-    texts = read_demo_prompts(count)
-    figures: dict[str, Any] = {}
-    decoders = {"plain": TextDecoder(pair.target, None, None)}
-    decoders |= {name: TextDecoder(*pair, config) for name, config in CONFIGS.items()}
-    plain_texts: list[list[int]] = []
-    for name, decoder in decoders.items():
-        for text in texts:  # captures the graphs that the measured run replays
-            decoder.decode(text, params)
-        results = [decoder.decode(text, params) for text in texts]
-        plain_texts = plain_texts or [result.token_ids for result in results]
-        figures[name] = summarise(results, plain_texts)
-        progress(f"  {name}: {figures[name]['tokens_per_second']} tokens/s")
-    plain = figures["plain"]["tokens_per_second"]
-    best = max(CONFIGS, key=lambda name: float(figures[name]["tokens_per_second"]))
-    gain = figures[best]["tokens_per_second"] / plain
-    summary = f"{target_shape} + {draft_shape} {precision}: plain {plain} tokens/s, {best} {gain:.2f} times that"
-    return Findings(summary, {"target": target_shape, "draft": draft_shape, "precision": precision, "speed": figures})
+def chance_of_draws(pair: EnginePair, config: SpeculativeConfig, draws: int) -> tuple[float, int]:
+    """The chance that draws from the target's distribution are as far from it as these first tokens, by Pearson's chi²;
+    and how many of their rounds ran on the device."""
+    (prompt,) = read_demo_prompts(1)
+    short, reference = prompt[:12], open_reference().target
+    cache = reference.new_cache()
+    scored = prefill(reference, cache, short)
+    assert scored is not None
+    logits = scored.logits[-1].astype(np.float64)
+    cache.close()
+    p = np.exp(logits - logits.max())
+    p /= p.sum()
+    decoder, params = TextDecoder(pair, config), replace(DRAWN, max_tokens=8)
+    with counted_rounds() as rounds:
+        found = Counter(decoder.decode(short, replace(params, seed=seed)).token_ids[0] for seed in range(draws))
+    return chance_of(found, p), rounds.call_count
 
 
-def summarise(results: Sequence[DecodedText], plain: Sequence[Sequence[int]]) -> dict[str, Any]:
-    """Figures of one configuration. same_tokens: share of a text before its first difference from plain decoding."""
-    stats = [result.stats for result in results]
-    passes = sum(each.target_passes for each in stats)
-    shared = [find_difference(result.token_ids, text) / len(text) for result, text in zip(results, plain, strict=True)]
-    return {
-        "tokens_per_second": round(median(each.tokens_per_second for each in stats), 1),
-        "tokens_per_pass": round(sum(each.num_tokens for each in stats) / passes, 3),
-        "target_ms_per_pass": round(1e3 * sum(each.target_seconds for each in stats) / passes, 3),
-        "draft_ms_per_round": round(1e3 * sum(each.draft_seconds for each in stats) / passes, 3),
-        "host_ms_per_round": round(1e3 * sum(each.host_seconds for each in stats) / passes, 3),
-        "same_tokens": round(float(np.mean(shared)), 4),
-    }
+def chance_of(found: Counter[int], p: NDArray[np.float64]) -> float:
+    """The chance that draws from p [V] are as far from it as these, by Pearson's chi². Tokens that are expected less
+    than eight times count as one."""
+    draws = found.total()
+    likely = [token for token in np.argsort(-p).tolist() if p[token] * draws >= 8]
+    observed = np.array([found[token] for token in likely] + [draws - sum(found[token] for token in likely)])
+    expected = draws * np.array([*p[likely], max(1 - p[likely].sum(), 1e-9)])
+    chi, freedom = float(((observed - expected) ** 2 / expected).sum()), max(len(likely), 1)
+    deviation = ((chi / freedom) ** (1 / 3) - (1 - 2 / (9 * freedom))) / sqrt(2 / (9 * freedom))  # Wilson and Hilferty
+    return erfc(deviation / sqrt(2)) / 2

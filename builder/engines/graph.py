@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,8 @@ from ...models.errors import CheckpointError
 
 IR_VERSION = 11
 EXTERNAL_DATA_BYTES = 32_000_000  # writing a protobuf copies it several times, and it may have 2 GB
+# onnx-ir 1.1 writes weights by many threads unless it is told otherwise, earlier releases by one.
+WORKERS = {"max_workers": 1} if "max_workers" in signature(ir.save).parameters else {}
 Weight = Callable[[], NDArray[Any]]
 
 
@@ -109,7 +112,7 @@ def save(model: ir.Model, path: Path, weight_bytes: int, progress: Callable[[str
             path,
             external_data=path.name + ".data" if external else None,
             callback=(lambda tensor, _: progress(tensor.name or "")) if external else None,
-            max_workers=1 if external else None,
+            **WORKERS if external else {},
         )
     except ir.serde.SerdeError as error:
         # Weights are read inside `save`, which wraps what their reader raises, several times over.

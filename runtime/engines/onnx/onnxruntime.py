@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import importlib.util
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -36,6 +38,8 @@ PROVIDERS = {
     "cuda": Provider("CUDAExecutionProvider", "cuda", {"use_tf32": "0", "arena_extend_strategy": "kSameAsRequested"}),
 }
 GPU_PACKAGE, GPU_RELEASE = "onnxruntime-gpu", "1.27"  # the first one whose CUDA provider has every operator of a graph
+# What the provider is linked with, each after what it needs itself.
+CUDA_LIBRARIES = ("cudart", "nvJitLink", "nvrtc", "cublasLt", "cublas", "cufft", "curand", "cudnn")
 CACHE_DTYPES = {"tensor(float)": "float32", "tensor(float16)": "float16"}
 
 
@@ -130,7 +134,7 @@ class OnnxRuntimeEngine(SoloEngine):
                 "later) in place of onnxruntime, or choose --provider cpu"
             )
         if chosen.device is not None:
-            onnxruntime.preload_dlls()  # CUDA's libraries, if they are packages of this Python
+            preload_cuda()
         beside = path.with_name(path.name + EXTERNAL)
 
         def open_session(graph: str | bytes) -> Any:
@@ -223,6 +227,19 @@ class OnnxRuntimeEngine(SoloEngine):
             item.name: buffer(item, binding.bind_ortvalue_output) for item in bindings.outputs(self.spec.outputs)
         }
         return BoundPass(binding, feeds, output_of(results), keep_alive)
+
+
+def preload_cuda() -> None:
+    """Load CUDA's libraries if they are packages of this Python. ONNX Runtime's own function looks only beside its
+    package, and finds by their names those that are loaded already."""
+    import onnxruntime
+
+    packages = importlib.util.find_spec("nvidia")
+    for folder in () if packages is None else packages.submodule_search_locations or ():
+        for name in CUDA_LIBRARIES:
+            for library in sorted(Path(folder).glob(f"*/lib/lib{name}.so.*")):
+                ctypes.CDLL(str(library), ctypes.RTLD_GLOBAL)
+    onnxruntime.preload_dlls()
 
 
 def check_inputs(session: Any, file: str, device: str) -> None:

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ....models.errors import EngineError
-from ....plugins.device_round.images import CAPABILITY, Image, image
+from ....plugins.device_round.images import CAPABILITY, KERNELS, Image, image
 from .device import RowMove, Stream
 
 MOVE_LIMIT = 256  # rows of one launch: row numbers are kernel arguments, which CUDA limits to 4 KB
@@ -153,17 +153,23 @@ class CudaDevice:
             self._call("cuLaunchKernel", self._movers[width], *grid, stream, pointers.ctypes.data, 0)
 
     def launch(self, kernel: str, grid: tuple[int, int], values: Sequence[int], stream: Stream) -> None:
-        """See Device.launch. The driver compiles a kernel's PTX on first use, and keeps the result on disk."""
+        """See Device.launch."""
         self._queue(stream)
         if kernel not in self._round_kernels:
-            loaded = image(kernel)
-            module = self._call("cuModuleLoadData", loaded.text.encode() + b"\0")
-            self._round_kernels[kernel] = loaded, self._call("cuModuleGetFunction", module, kernel.encode())
+            self._load_round_kernel(kernel)
         loaded, function = self._round_kernels[kernel]
         arguments = loaded.arguments(values)
         pointers = np.array([argument.ctypes.data for argument in arguments], np.uint64)
         sizes = (*grid, 1, loaded.threads, 1, 1, loaded.shared_bytes)
         self._call("cuLaunchKernel", function, *sizes, stream, pointers.ctypes.data, 0)
+
+    def load_rounds(self) -> int:
+        """See Device.load_rounds. The driver compiles the PTX, and keeps the result on disk."""
+        self._enter()
+        for kernel in KERNELS:
+            if kernel not in self._round_kernels:
+                self._load_round_kernel(kernel)
+        return len(self._round_kernels)
 
     def capture(self, work: Callable[[], None], stream: Stream) -> CudaGraph | None:
         """See Device.capture."""
@@ -222,6 +228,11 @@ class CudaDevice:
                 return
             self._enter()
             self._call(function, handle)
+
+    def _load_round_kernel(self, kernel: str) -> None:
+        loaded = image(kernel)
+        module = self._call("cuModuleLoadData", loaded.text.encode() + b"\0")
+        self._round_kernels[kernel] = loaded, self._call("cuModuleGetFunction", module, kernel.encode())
 
     def _load_mover(self, width: int) -> Any:
         """Compile the kernel `move_rows` for vectors of `width` bytes and load it on this GPU."""

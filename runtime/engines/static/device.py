@@ -73,6 +73,9 @@ class Device(Protocol):
     def move_rows(self, move: RowMove, stream: Stream) -> None:
         """Queue a move: one launch for all planes, none when there are no rows to move."""
 
+    def load_rounds(self) -> int:
+        """Load every kernel of `plugins/device_round`, so that no round waits for one. Returns their number."""
+
     def launch(self, kernel: str, grid: tuple[int, int], values: Sequence[int], stream: Stream) -> None:
         """Queue a kernel of `plugins/device_round`. values: addresses and numbers, in the order of its parameters."""
 

@@ -35,6 +35,8 @@ class TensorRTEngine(StaticEngine):
         device = open_device(plan)
         program = TensorRTProgram(path, spec, plan, device)
         super().__init__(spec, program, device)
+        if spec.role == bindings.TARGET and device.runs_rounds:
+            device.load_rounds()
 
 
 class TensorRTProgram:
@@ -49,7 +51,7 @@ class TensorRTProgram:
                 register(self._trt)
         except (ModuleNotFoundError, RuntimeError) as error:
             raise EngineError(str(error)) from error
-        self._families = plan.families
+        self._families, self._device = plan.families, device
         self._is_rtx = spec.backend == "tensorrt-rtx"
         self.weight_bytes = path.stat().st_size
         if self.weight_bytes == 0:
@@ -80,6 +82,7 @@ class TensorRTProgram:
         context.set_device_memory(self._workspace.address, self.workspace_bytes)
         if not context.set_optimization_profile_async(profile_for(self._families, width), stream):
             raise EngineError(f"TensorRT refuses the optimisation profile of {width} rows: rebuild the bundle")
+        self._device.synchronize(stream)  # a round may enqueue this context on another stream
         return TensorRTExecution(context, input_names(self._engine, self._trt), self._is_rtx)
 
     def close(self) -> None:
