@@ -13,6 +13,7 @@ from dataclasses import replace
 from functools import cache
 from math import erfc, sqrt
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -23,9 +24,12 @@ from numpy.typing import NDArray
 from benchmarks.gpu.model import DTYPES, TorchLlama, TorchProgram, Weights
 from benchmarks.gpu.report import Findings, require
 from draftwood.builder.checkpoints.checkpoint import Checkpoint
+from draftwood.builder.options import BuildOptions
+from draftwood.builder.pipeline import build
 from draftwood.models.bindings import COMPACT, DRAFT, TARGET, output_names
 from draftwood.models.config import LlamaConfig
-from draftwood.runtime import SamplingParams, SpecDecodeStats, SpeculativeConfig
+from draftwood.runtime import LLM, SamplingParams, SpecDecodeStats, SpeculativeConfig
+from draftwood.runtime.bundle.bundle import EngineBundle
 from draftwood.runtime.decoding.decoder import SpeculativeDecoder
 from draftwood.runtime.engines.base import Engine, EngineSpec, TokenBatch
 from draftwood.runtime.engines.passes import prefill
@@ -80,28 +84,32 @@ class TextDecoder:
         return DecodedText([token for chunk in chunks for token in chunk.token_ids], stats)
 
 
-def make_spec(config: LlamaConfig, role: str) -> EngineSpec:
-    return EngineSpec(role, "torch", "", config, WIDTHS, CAPACITY, "fp32", output_names(role, form=COMPACT))
+def make_spec(config: LlamaConfig, role: str, requests: int = 1) -> EngineSpec:
+    names = output_names(role, form=COMPACT)
+    return EngineSpec(role, "torch", "", config, WIDTHS, CAPACITY, "fp32", names, max_batch=requests)
 
 
 def static_engine(
-    config: LlamaConfig, weights: Weights, role: str, precision: str, queue: Queue | None = None
+    config: LlamaConfig, weights: Weights, role: str, precision: str, queue: Queue | None = None, requests: int = 1
 ) -> StaticEngine:
-    """queue: see TorchProgram; None on a GPU."""
+    """queue: see TorchProgram; None on a GPU. requests: that may share a pass."""
     model = TorchLlama(config, weights, CAPACITY, DTYPES[precision], "cpu" if queue else "cuda")
-    spec = make_spec(config, role)
+    spec = make_spec(config, role, requests)
     return StaticEngine(spec, TorchProgram(model, spec, queue), CudaDevice())
+
+
+def open_demo_engine(role: str, precision: str, queue: Queue | None = None, requests: int = 1) -> StaticEngine:
+    source = Checkpoint(DEMO / role)
+
+    def weights(name: str) -> torch.Tensor:
+        return torch.from_numpy(np.array(source.tensor(name), np.float32))
+
+    return static_engine(source.config, weights, role, precision, queue, requests)
 
 
 def open_demo(precision: str, queue: Queue | None = None) -> EnginePair:
     """The demo pair behind static engines."""
-
-    def opened(role: str) -> StaticEngine:
-        source = Checkpoint(DEMO / role)
-        weights = lambda name: torch.from_numpy(np.array(source.tensor(name), np.float32))  # noqa: E731
-        return static_engine(source.config, weights, role, precision, queue)
-
-    return EnginePair(opened(TARGET), opened(DRAFT))
+    return EnginePair(*(open_demo_engine(role, precision, queue) for role in (TARGET, DRAFT)))
 
 
 @cache
@@ -194,6 +202,33 @@ def check_greedy(count: int, params: SamplingParams = GREEDY, queue: Queue | Non
     return Findings(summary, {"acceptance": means, "device_rounds": on_device})
 
 
+def check_shared(count: int, params: SamplingParams = GREEDY, queue: Queue | None = None) -> Findings:
+    """Check that texts which share passes and rounds on the device are those of the CPU. In fp32, see check_greedy."""
+    by_cpu, on_device = TextDecoder(open_reference(), None), dict[str, int]()
+    texts = read_demo_prompts(count)
+    expected = [by_cpu.decode(text, params).token_ids for text in texts]
+    with TemporaryDirectory() as folder:
+        bundle = Path(folder) / "bundle"
+        build(BuildOptions(DEMO / TARGET, DEMO / DRAFT, bundle, "onnxruntime", "fp32"), lambda step: lambda: None)
+        for name, config in {"plain": None, "chain of 4": CHAIN, "tree of 15": TREE}.items():
+            with (
+                mock.patch.object(
+                    EngineBundle, "open_engine", lambda _, role, *rest: open_demo_engine(role, "fp32", queue, count)
+                ),
+                mock.patch.object(LLM, "max_batch", count),
+                counted_rounds() as rounds,
+                LLM(bundle, config) as llm,
+            ):
+                found = llm.generate(list(texts), params)
+            on_device[name] = rounds.call_count
+            for number, (one, other) in enumerate(zip(found, expected, strict=True)):
+                same(one.token_ids, other, f"text {number} of {name}", "the CPU's")
+            require(
+                bool(rounds.call_count) == (config is not None), f"{rounds.call_count} rounds of {name} on the device"
+            )
+    return Findings(f"{count} texts share passes; rounds on the device: {on_device}", {"shared": on_device})
+
+
 def same(found: list[int], expected: list[int], name: str, other: str) -> None:
     require(found == expected, f"{name} and {other} text part at token {find_difference(found, expected)}")
 
@@ -224,8 +259,12 @@ def check_drawn(count: int, draws: int, params: SamplingParams = DRAWN, queue: Q
         figures[name] = {"same_tokens": parted, "chance_of_draws": chance, "device_rounds_of_draws": rounds_drawn}
         on_device += rounds_drawn
     require(on_device > 0, "no round ran on the device")
-    text = ", ".join(f"{name} {each['same_tokens']}, p = {each['chance_of_draws']:.2g}" for name, each in figures.items())
-    return Findings(f"{on_device} rounds on the device; equal tokens of {params.max_tokens}: {text}", {"drawn": figures})
+    text = ", ".join(
+        f"{name} {each['same_tokens']}, p = {each['chance_of_draws']:.2g}" for name, each in figures.items()
+    )
+    return Findings(
+        f"{on_device} rounds on the device; equal tokens of {params.max_tokens}: {text}", {"drawn": figures}
+    )
 
 
 def chance_of_draws(pair: EnginePair, config: SpeculativeConfig, draws: int) -> tuple[float, int]:

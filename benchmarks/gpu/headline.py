@@ -8,10 +8,9 @@ temperature 1 the same tokens are drawn, by the same kernels as other ones.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import product
 from statistics import median
 from typing import Any
 from unittest import mock
@@ -19,7 +18,7 @@ from unittest import mock
 import numpy as np
 import torch
 
-from benchmarks.gpu.engine import CONFIGS, EnginePair, TextDecoder, find_difference, make_spec, static_engine
+from benchmarks.gpu.engine import CONFIGS, EnginePair, TextDecoder, find_difference, static_engine
 from benchmarks.gpu.model import DTYPES, TorchLlama
 from benchmarks.gpu.report import Findings, Part, require
 from benchmarks.tools.pair import LAYER_SCALE, Agreement, ModelShape, make_draft_head, make_target_head
@@ -82,7 +81,9 @@ class Headline:
             figures[role] = {"read_gb": round(nbytes / 1e9, 3), "floor_ms": round(1e3 * nbytes / self._bandwidth(), 3)}
         rng = np.random.default_rng(1)
         self._prompts = [rng.choice(agreement.words, PROMPT).tolist() for _ in range(scale.texts)]
-        text = "; ".join(f"{role}: {each['read_gb']} GB a pass, {each['floor_ms']} ms" for role, each in figures.items())
+        text = "; ".join(
+            f"{role}: {each['read_gb']} GB a pass, {each['floor_ms']} ms" for role, each in figures.items()
+        )
         return Findings(text, figures)
 
     @property
@@ -101,7 +102,10 @@ class Headline:
         for prompt in self._prompts:
             decoder.decode(prompt, params)
         speeds, found = [], []
-        counters = [mock.patch.object(CudaDevice, each, autospec=True, side_effect=getattr(CudaDevice, each)) for each in COUNTED]
+        counters = [
+            mock.patch.object(CudaDevice, each, autospec=True, side_effect=getattr(CudaDevice, each))
+            for each in COUNTED
+        ]
         for prompt in self._prompts:
             begun = time.perf_counter()
             found.append(decoder.decode(prompt, replace(params, seed=0)))
@@ -125,7 +129,10 @@ class Headline:
             self.texts[f"{temperature}"] = [each.token_ids for each in found]
         else:
             figures["times_plain"] = round(figures["tokens_per_second"] / self.plain[temperature], 3)
-            shared = [find_difference(each.token_ids, text) for each, text in zip(found, self.texts[f"{temperature}"], strict=True)]
+            shared = [
+                find_difference(each.token_ids, text)
+                for each, text in zip(found, self.texts[f"{temperature}"], strict=True)
+            ]
             figures["same_tokens"] = shared
             require(min(shared) == self.scale.tokens, f"{name} and plain decoding part at tokens {shared}")
             require(host or accept.call_count > 0, f"no round of {name} ran on the device")
@@ -146,7 +153,8 @@ class Headline:
     def profile(self) -> Findings:
         """Microseconds of a round by kernel, and how often each runs."""
         figures = {}
-        for (name, config), temperature in product(CONFIGS.items(), (0.0, 1.0)):
+        runs: tuple[tuple[str, Any, float], ...] = (("plain", None, 0.0), *((n, c, 1.0) for n, c in CONFIGS.items()))
+        for name, config, temperature in runs:
             decoder = TextDecoder(EnginePair(self.engines[TARGET], self.engines[DRAFT]), config)
             with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
                 passes = decoder.decode(self._prompts[0], self.params(temperature)).stats.target_passes
@@ -155,7 +163,13 @@ class Headline:
                 each.key[:60]: [round(each.self_device_time_total / passes, 1), round(each.count / passes, 1)]
                 for each in averages[:40]
             }
-        own = {name: sum(us for kernel, (us, _) in each.items() if kernel in KERNELS) for name, each in figures.items()}
+        models = [engine.program.model for engine in self.engines.values()]  # type: ignore[attr-defined]
+        figures["tiles"] = {str(key): tile for model in models for key, tile in model.steps.tiles.items()}
+        own = {
+            name: sum(us for kernel, (us, _) in each.items() if kernel in KERNELS)
+            for name, each in figures.items()
+            if name != "tiles"
+        }
         return Findings(", ".join(f"{name}: {us:.0f} us in kernels of rounds" for name, us in own.items()), figures)
 
     def run_peer(self, compiled: bool = False) -> Findings:
@@ -183,7 +197,11 @@ class Headline:
                 begun = time.perf_counter()
                 with torch.inference_mode():
                     found = model.generate(
-                        given, attention_mask=torch.ones_like(given), max_new_tokens=tokens, min_new_tokens=tokens, **options
+                        given,
+                        attention_mask=torch.ones_like(given),
+                        max_new_tokens=tokens,
+                        min_new_tokens=tokens,
+                        **options,
                     )
                 written = found[0, len(prompt) :].tolist()  # waits for the device
                 if number:
@@ -229,5 +247,3 @@ class RandomWeights:
             self._embeddings = drawn
             return drawn
         return drawn.mul_(LAYER_SCALE / shape[1] ** 0.5)
-
-

@@ -75,22 +75,40 @@ def gate(both, gated, SIZE: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit(do_not_specialize=["count"])
 def skinny_product(
-    rows, weight, residual, result, count, outputs,
-    INPUTS: tl.constexpr, ADDS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    rows, weight, norm, residual, result, count, outputs, epsilon,
+    INPUTS: tl.constexpr, NORMS: tl.constexpr, GATES: tl.constexpr, ADDS: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Grid (blocks of outputs,): rows [T <= 16, INPUTS] times weight [outputs, INPUTS], plus residual if ADDS, into
-    result [T, outputs]. Each weight is read once."""
+    """Grid (blocks of outputs,): rows [T <= 16, INPUTS] times weight [outputs, INPUTS] into result [T, outputs]. Each
+    weight is read once. NORMS: of the rows' RMSNorm with the weight norm [INPUTS]. GATES: weight [2 * outputs, INPUTS],
+    and the result is silu(first half) * second half. ADDS: plus residual [T, outputs]."""
     row, output = tl.arange(0, 16), tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     column = tl.arange(0, BLOCK_K)
     is_row, is_output = row < count, output < outputs
     sums = tl.zeros((16, BLOCK_N), tl.float32)
+    others = tl.zeros((16, BLOCK_N), tl.float32)
+    squares = tl.zeros((16,), tl.float32)
     weights = weight + output[:, None].to(tl.int64) * INPUTS + column[None, :]
     inputs = rows + row[:, None] * INPUTS + column[None, :]
     for start in range(0, INPUTS, BLOCK_K):
         inside = (start + column < INPUTS)[None, :]
         left = tl.load(inputs + start, mask=is_row[:, None] & inside, other=0.0)
+        if NORMS:
+            wide = left.to(tl.float32)
+            squares += tl.sum(wide * wide, axis=1)
+            left = left * tl.load(norm + start + column, mask=start + column < INPUTS, other=0.0)[None, :]
         right = tl.load(weights + start, mask=is_output[:, None] & inside, other=0.0, eviction_policy="evict_first")
         sums = tl.dot(left, tl.trans(right), sums, input_precision="ieee")
+        if GATES:
+            second = weights + outputs.to(tl.int64) * INPUTS + start
+            right = tl.load(second, mask=is_output[:, None] & inside, other=0.0, eviction_policy="evict_first")
+            others = tl.dot(left, tl.trans(right), others, input_precision="ieee")
+    if NORMS:
+        scale = tl.rsqrt(squares / INPUTS + epsilon)[:, None]
+        sums *= scale
+        others *= scale
+    if GATES:
+        sums = sums * tl.sigmoid(sums) * others
     cell, is_cell = row[:, None] * outputs + output[None, :], is_row[:, None] & is_output[None, :]
     if ADDS:
         sums += tl.load(residual + cell, mask=is_cell, other=0.0).to(tl.float32)

@@ -8,10 +8,13 @@ from torch import Tensor
 from torch.nn import functional
 
 from . import kernels
+from .model import ProductStep
 
-# Outputs and inputs of a block of weights, and warps: what is tried.
-TILES = ((16, 256, 4), (16, 512, 4), (32, 256, 4), (32, 128, 4), (64, 128, 4))
-STAGES = 4  # blocks of weights in flight
+Tile = tuple[int, int, int, int]
+# Outputs and inputs of a block of weights, warps, and blocks in flight: what is tried.
+TILES: tuple[Tile, ...] = (
+    (16, 256, 4, 4), (16, 512, 4, 3), (16, 128, 2, 6), (32, 256, 4, 3), (32, 128, 4, 5), (64, 128, 4, 4), (16, 256, 2, 5),
+)  # fmt: skip
 
 
 class TritonSteps:
@@ -19,7 +22,7 @@ class TritonSteps:
     product, which no capture contains."""
 
     def __init__(self) -> None:
-        self.tiles: dict[tuple[int, int, bool], tuple[int, int, int] | None] = {}
+        self.tiles: dict[tuple[object, ...], Tile | None] = {}
 
     def norm(self, rows: Tensor, weight: Tensor, epsilon: float) -> Tensor:
         count, size = rows.shape
@@ -48,46 +51,51 @@ class TritonSteps:
             qkv, positions, *tables, keys, values, first_slot, *sizes, half, block, num_warps=1
         )
 
-    def product(self, rows: Tensor, weight: Tensor, residual: Tensor | None) -> Tensor:
-        """rows [T, K] times weight [N, K], plus residual [T, N]."""
+    def product(self, rows: Tensor, weight: Tensor, step: ProductStep) -> Tensor:
+        """See TorchSteps.product."""
         if len(rows) > kernels.SKINNY_ROWS or rows.dtype == torch.float32:
-            return by_torch(rows, weight, residual)
-        key = (*weight.shape, residual is not None)
+            return self.by_torch(rows, weight, step)
+        key = weight.shape, step.norm is None, step.gates, step.residual is None
         if key not in self.tiles:
-            self.tiles[key] = fastest(rows, weight, residual)
+            self.tiles[key] = self._fastest(rows, weight, step)
         tile = self.tiles[key]
-        return by_torch(rows, weight, residual) if tile is None else skinny(rows, weight, residual, tile)
+        return self.by_torch(rows, weight, step) if tile is None else skinny(rows, weight, step, tile)
+
+    def by_torch(self, rows: Tensor, weight: Tensor, step: ProductStep) -> Tensor:
+        if step.norm is not None:
+            rows = self.norm(rows, step.norm, step.epsilon)
+        if step.residual is not None:
+            return torch.addmm(step.residual, rows, weight.t())
+        found = functional.linear(rows, weight)
+        return self.gate(found) if step.gates else found
+
+    def _fastest(self, rows: Tensor, weight: Tensor, step: ProductStep) -> Tile | None:
+        """The tile whose product takes least, None for torch's. Other memory is written in between: the weights must
+        come from memory, not from the cache."""
+        flush = torch.empty(1 << 29, dtype=torch.uint8, device=rows.device)
+        seconds = dict[Tile | None, float]()
+        for tile in (None, *TILES):
+            times = []
+            for _ in range(8):
+                flush.zero_()
+                begun, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+                begun.record()
+                _ = self.by_torch(rows, weight, step) if tile is None else skinny(rows, weight, step, tile)
+                ended.record()
+                ended.synchronize()
+                times.append(begun.elapsed_time(ended))
+            seconds[tile] = min(times[1:])
+        return min(seconds, key=lambda tile: seconds[tile])
 
 
-def by_torch(rows: Tensor, weight: Tensor, residual: Tensor | None) -> Tensor:
-    return functional.linear(rows, weight) if residual is None else torch.addmm(residual, rows, weight.t())
-
-
-def skinny(rows: Tensor, weight: Tensor, residual: Tensor | None, tile: tuple[int, int, int]) -> Tensor:
-    outputs, inputs = weight.shape
-    block_n, block_k, warps = tile
+def skinny(rows: Tensor, weight: Tensor, step: ProductStep, tile: Tile) -> Tensor:
+    outputs, inputs = weight.shape[0] // (2 if step.gates else 1), weight.shape[1]
+    block_n, block_k, warps, stages = tile
     result = torch.empty((len(rows), outputs), dtype=rows.dtype, device=rows.device)
+    norm, residual = (result if each is None else each for each in (step.norm, step.residual))
     kernels.skinny_product[(triton.cdiv(outputs, block_n),)](
-        rows, weight, result if residual is None else residual, result, len(rows), outputs,
-        inputs, residual is not None, block_n, block_k, num_warps=warps, num_stages=STAGES,
+        rows, weight, norm, residual, result, len(rows), outputs, step.epsilon,
+        inputs, step.norm is not None, step.gates, step.residual is not None, block_n, block_k,
+        num_warps=warps, num_stages=stages,
     )  # fmt: skip
     return result
-
-
-def fastest(rows: Tensor, weight: Tensor, residual: Tensor | None) -> tuple[int, int, int] | None:
-    """The tile whose product takes least, None for torch's. Other matrices are read in between, as in a pass: the
-    weights must come from memory, not from the cache."""
-    flush = torch.empty(1 << 29, dtype=torch.uint8, device=rows.device)
-    seconds = {}
-    for tile in (None, *TILES):
-        times = []
-        for _ in range(6):
-            flush.zero_()
-            begun, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-            begun.record()
-            _ = by_torch(rows, weight, residual) if tile is None else skinny(rows, weight, residual, tile)
-            ended.record()
-            ended.synchronize()
-            times.append(begun.elapsed_time(ended))
-        seconds[tile] = min(times[1:])
-    return min(seconds, key=lambda tile: seconds[tile])

@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -89,13 +89,13 @@ class TorchLlama:
         rows = self.embedding[views[bindings.INPUT_IDS.name][0]]
         for index, (layer, weights) in enumerate(zip(self.network.layers, self.layers, strict=True)):
             input_norm, qkv, output, post_norm, gate_up, down = weights
-            products = steps.product(steps.norm(rows, input_norm, epsilon), qkv, None)
+            products = steps.product(rows, qkv, ProductStep(input_norm, epsilon))
             attended = self._attention(layer, products, views, cache[2 * index], cache[2 * index + 1])
-            rows = steps.product(attended, output, rows)
-            both = steps.product(steps.norm(rows, post_norm, epsilon), gate_up, None)
-            rows = steps.product(steps.gate(both), down, rows)
+            rows = steps.product(attended, output, ProductStep(residual=rows))
+            gated = steps.product(rows, gate_up, ProductStep(post_norm, epsilon, gates=True))
+            rows = steps.product(gated, down, ProductStep(residual=rows))
         scored = rows[views[bindings.OUTPUT_ROWS.name]]
-        logits: Tensor = steps.product(steps.norm(scored, self.norm, epsilon), self.head, None)
+        logits: Tensor = steps.product(scored, self.head, ProductStep(self.norm, epsilon))
         return logits
 
     def _attention(self, layer: Layer, qkv: Tensor, views: dict[str, Tensor], keys: Tensor, values: Tensor) -> Tensor:
@@ -109,15 +109,29 @@ class TorchLlama:
         return attended.transpose(1, 2).reshape(-1, config.query_size)
 
 
+class ProductStep(NamedTuple):
+    """What a product is computed with."""
+
+    # Weight [K] of an RMSNorm of the rows, and what is added to the mean of their squares.
+    norm: Tensor | None = None
+    epsilon: float = 0.0
+    # Whether the result is silu(first half) * second half.
+    gates: bool = False
+    # Added to the result, [T, N].
+    residual: Tensor | None = None
+
+
 class TorchSteps:
     """The steps in torch's operations, for a CPU."""
 
     def norm(self, rows: Tensor, weight: Tensor, epsilon: float) -> Tensor:
         return functional.rms_norm(rows, weight.shape, weight, epsilon)
 
-    def product(self, rows: Tensor, weight: Tensor, residual: Tensor | None) -> Tensor:
-        found = functional.linear(rows, weight)
-        return found if residual is None else found + residual
+    def product(self, rows: Tensor, weight: Tensor, step: ProductStep) -> Tensor:
+        """rows [T, K] times weight [N, K], with what stands before and after it in a layer: [T, N], gated [T, N / 2]."""
+        found = functional.linear(rows if step.norm is None else self.norm(rows, step.norm, step.epsilon), weight)
+        found = self.gate(found) if step.gates else found
+        return found if step.residual is None else found + step.residual
 
     def gate(self, both: Tensor) -> Tensor:
         first, second = both.chunk(2, -1)
