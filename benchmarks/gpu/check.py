@@ -148,7 +148,7 @@ def main() -> int:
             if outcome.trace:
                 print(outcome.trace, file=sys.stderr, flush=True)
             # After every part: a machine may be taken away.
-            file = write_outcomes(args.output, f"{half}_{device}", results)
+            file = write_outcomes(args.output, half, device, results)
         print(f"Figures: {file}", flush=True)
         statuses += [outcome.status for outcome in results]
     return 1 if FAILED in statuses else 0

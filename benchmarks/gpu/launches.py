@@ -13,7 +13,8 @@ from .model import ProductStep
 Tile = tuple[int, int, int, int]
 # Outputs and inputs of a block of weights, warps, and blocks in flight: what is tried.
 TILES: tuple[Tile, ...] = (
-    (16, 256, 4, 4), (16, 512, 4, 3), (16, 128, 2, 6), (32, 256, 4, 3), (32, 128, 4, 5), (64, 128, 4, 4), (16, 256, 2, 5),
+    (16, 256, 4, 4), (16, 256, 2, 5), (16, 512, 4, 3), (16, 128, 2, 6), (32, 256, 4, 3), (32, 128, 4, 5),
+    (64, 128, 4, 4),
 )  # fmt: skip
 
 

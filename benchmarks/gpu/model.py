@@ -128,7 +128,7 @@ class TorchSteps:
         return functional.rms_norm(rows, weight.shape, weight, epsilon)
 
     def product(self, rows: Tensor, weight: Tensor, step: ProductStep) -> Tensor:
-        """rows [T, K] times weight [N, K], with what stands before and after it in a layer: [T, N], gated [T, N / 2]."""
+        """rows [T, K] times weight [N, K], with the steps around it: [T, N], gated [T, N / 2]."""
         found = functional.linear(rows if step.norm is None else self.norm(rows, step.norm, step.epsilon), weight)
         found = self.gate(found) if step.gates else found
         return found if step.residual is None else found + step.residual

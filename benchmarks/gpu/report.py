@@ -81,7 +81,8 @@ def require(holds: bool, message: str) -> None:
         raise AssertionError(message)
 
 
-def write_outcomes(folder: Path, device: str, results: Sequence[Outcome]) -> Path:
-    """Write the device and the outcomes as `gpu_check_<device>_<date>.json`. Returns the file."""
+def write_outcomes(folder: Path, half: str, device: str, results: Sequence[Outcome]) -> Path:
+    """Write the device and the outcomes as `gpu_check_<half>_<device>_<date>.json`. Returns the file."""
     name = re.sub(r"[^a-z0-9]+", "-", device.lower()).strip("-")
-    return write_results(folder, f"gpu_check_{name}", {"device": device, "parts": [each._asdict() for each in results]})
+    content = {"device": device, "half": half, "parts": [each._asdict() for each in results]}
+    return write_results(folder, f"gpu_check_{half}_{name}", content)
