@@ -20,6 +20,7 @@ root_doc = "docs/index"
 include_patterns = [
     "*.md",
     "docs/*.md",
+    "docs/internals/*.md",
     "benchmarks/*.md",
     "models/demo/*.md",
     "models/demo/smollm2/*.md",

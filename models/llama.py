@@ -1,14 +1,12 @@
-"""LLaMA in torch: the numeric reference, the model for the training of heads, and the model of the torch engine.
+"""LLaMA in torch: the numeric reference, and the model for the training of heads.
 
-Parameters have the names of Hugging Face checkpoints, so `load_state_dict` accepts a checkpoint unchanged. There are
-three functions. `full` reads whole sequences causally and can be differentiated. `forward` scores the rows of a token
-tree after a key/value cache, which it extends in place. `forward_static` does the same with tensors whose shapes and
-addresses never change, so that its CUDA graph can be replayed: all numbers that vary are in device memory.
+Parameters have the names of Hugging Face checkpoints, so `load_state_dict` accepts a checkpoint unchanged. `full`
+reads whole sequences causally and can be differentiated. `forward` scores the rows of a token tree after a key/value
+cache, which it extends in place.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
 import torch
@@ -41,29 +39,6 @@ class Rotary(NamedTuple):
         half = cosine.shape[-1]
         first, second, rest = heads.tensor_split((half, 2 * half), dim=-1)
         return torch.cat((first * cosine - second * sine, second * cosine + first * sine, rest), dim=-1)
-
-
-# query [1, H, T, D], key and value caches [1, H_kv, C, D], sequences int32 [N, 4], tree_mask bool [1, T, S], scale ->
-# [1, H, T, D]; as the TreeAttention operator is defined (plugins/tree_attention/op.py).
-TreeAttention = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, float], Tensor]
-
-
-def dense_tree_attention(
-    query: Tensor, keys: Tensor, values: Tensor, sequences: Tensor, tree_mask: Tensor, scale: float
-) -> Tensor:
-    """TreeAttention in standard operations, which read every slot of the cache. A row without visible slots gives
-    zeros."""
-    rows, columns = tree_mask.shape[1:]
-    begun = sequences[:, :1] <= torch.arange(rows, device=keys.device)  # [N, T]
-    first_slot, length, tree_slot = sequences[begun.sum(0) - 1, 1:, None].unbind(1)  # [T, 1]
-    slots = torch.arange(keys.shape[2], device=keys.device)
-    relative = slots - tree_slot  # [T, C]
-    column = relative.clamp(0, columns - 1)
-    committed = (slots >= first_slot) & (slots < first_slot + length)
-    visible = committed | (tree_mask[0].gather(1, column.long()) & (relative == column))
-    grouped = query.shape[1] != keys.shape[1]
-    output = functional.scaled_dot_product_attention(query, keys, values, visible, scale=scale, enable_gqa=grouped)
-    return output.masked_fill(~visible.any(-1, keepdim=True), 0.0)
 
 
 class LayerAttention(Protocol):
@@ -100,24 +75,6 @@ class GrowingCache(NamedTuple):
         return functional.scaled_dot_product_attention(
             query, cached[0, :, :, :end], cached[1, :, :, :end], self.mask, scale=scale, enable_gqa=grouped
         )
-
-
-class StaticCache(NamedTuple):
-    """TreeAttention over a cache [2 * layers, 1, H_kv, C, D]. The rows are written to `slots`, int64 [T]. No operation
-    depends on a number that the host must know."""
-
-    cache: Tensor
-    slots: Tensor
-    sequences: Tensor
-    tree_mask: Tensor
-    attend: TreeAttention
-
-    def __call__(self, layer: int, query: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
-        """See LayerAttention."""
-        cached = self.cache[2 * layer : 2 * layer + 2]
-        cached[0].index_copy_(2, self.slots, keys)
-        cached[1].index_copy_(2, self.slots, values)
-        return self.attend(query, cached[0], cached[1], self.sequences, self.tree_mask, scale)
 
 
 class RMSNorm(nn.Module):
@@ -264,28 +221,6 @@ class Llama(nn.Module):
         rows to score.
         """
         rows = self.model(token_ids, self.rotary(position_ids), GrowingCache(cache, write_index, mask))
-        return self.score(rows[:, output_rows])
-
-    def forward_static(
-        self,
-        token_ids: Tensor,
-        position_ids: Tensor,
-        sequences: Tensor,
-        tree_mask: Tensor,
-        cache: Tensor,
-        write_indices: Tensor,
-        output_rows: Tensor,
-        attend: TreeAttention = dense_tree_attention,
-    ) -> LlamaOutput:
-        """Score T rows and write them to the cache, with operations that a CUDA graph can replay.
-
-        sequences: int32 [N, 4], the sequences of the rows, see TreeAttention. tree_mask: bool [1, T, S]; S is at least
-        T plus the earlier speculative rows. write_indices: int64 [1], the slot of the first row. The other arguments
-        are those of `forward`.
-        """
-        slots = write_indices + torch.arange(token_ids.shape[1], device=token_ids.device)
-        attention = StaticCache(cache, slots, sequences, tree_mask, attend)
-        rows = self.model(token_ids, self.rotary(position_ids), attention)
         return self.score(rows[:, output_rows])
 
     def rotary(self, position_ids: Tensor) -> Rotary:

@@ -45,6 +45,7 @@ from benchmarks.gpu.report import (
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
 BUDGET = 410.0  # seconds of a half
+COMMAND = (sys.executable, "-m", "benchmarks.gpu.check")
 BACKENDS = ("tensorrt", "tensorrt-rtx")
 STAGES = {  # of a form of bundle, see tensorrt.FORMS
     "our kernel": ("build", "load", "capture", "first token", "texts", "speed"),
@@ -132,7 +133,8 @@ def main() -> int:
     parser.add_argument("--group", nargs=2, metavar=("NAME", "FOLDER"), help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.group:
-        return run_group(*args.group, args.budget)
+        name, folder = args.group
+        return run_group(name, folder, args.budget)
     device = find_device()
     if not device:
         print("No CUDA device: nothing is checked here. Run this on a machine with an NVIDIA GPU.")
@@ -174,7 +176,7 @@ def run_apart(name: str, group: Group, folder: str, seconds: float) -> Iterator[
     begun = monotonic()
     paths = os.pathsep.join([str(ROOT), *filter(None, sys.path)])
     process = subprocess.Popen(
-        [sys.executable, "-m", "benchmarks.gpu.check", "--group", name, folder, "--budget", str(seconds)],
+        [*COMMAND, "--group", name, folder, "--budget", str(seconds)],
         cwd=ROOT,
         env=os.environ | {"PYTHONPATH": paths, "PYTHONUNBUFFERED": "1"},
         stdout=subprocess.PIPE,
@@ -195,6 +197,8 @@ def run_apart(name: str, group: Group, folder: str, seconds: float) -> Iterator[
     code = process.wait()
     timer.cancel()
     reader.join()
+    process.stdout.close()
+    process.stderr.close()
     if code:
         reason = f"its process ended with {code} after {monotonic() - begun:.0f} s"
         yield Outcome(f"{name}: process", FAILED, monotonic() - begun, reason, {}, "".join(errors[-40:]))

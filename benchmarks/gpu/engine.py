@@ -23,12 +23,13 @@ from numpy.typing import NDArray
 
 from benchmarks.gpu.model import DTYPES, TorchLlama, TorchProgram, Weights
 from benchmarks.gpu.report import Findings, require
+from benchmarks.tools.torch_engine import TorchEngine
 from draftwood.builder.checkpoints.checkpoint import Checkpoint
 from draftwood.builder.options import BuildOptions
 from draftwood.builder.pipeline import build
 from draftwood.models.bindings import COMPACT, DRAFT, TARGET, output_names
 from draftwood.models.config import LlamaConfig
-from draftwood.runtime import LLM, SamplingParams, SpecDecodeStats, SpeculativeConfig
+from draftwood.runtime import LLM, RequestOutput, SamplingParams, SpecDecodeStats, SpeculativeConfig
 from draftwood.runtime.bundle.bundle import EngineBundle
 from draftwood.runtime.decoding.decoder import SpeculativeDecoder
 from draftwood.runtime.engines.base import Engine, EngineSpec, TokenBatch
@@ -37,7 +38,6 @@ from draftwood.runtime.engines.static.cuda import CudaDevice
 from draftwood.runtime.engines.static.device import Stream
 from draftwood.runtime.engines.static.engine import StaticEngine
 from draftwood.runtime.engines.static.rounds import StaticRounds
-from draftwood.runtime.engines.torch import TorchEngine
 from draftwood.runtime.sampling.random import seeded_streams
 from draftwood.runtime.sampling.sampler import Sampler
 from draftwood.runtime.text.tokenizer import Tokenizer
@@ -57,6 +57,7 @@ MERGED = SpeculativeConfig(
     "topk", merge="gsd", budget="fixed", max_total_draft_tokens=31, max_draft_len=8, frontier_width=8
 )
 CONFIGS = {"chain of 4": CHAIN, "tree of 15": TREE, "drawn tree of 15": DYSPEC}
+NEAR_TIE = 0.1  # nats between the two best tokens
 UNLIKELY = 1e-5  # chance below which draws are not of their distribution
 Queue = Callable[[Callable[[], None], Stream], None]
 
@@ -163,6 +164,24 @@ def compute_tree_logits(engine: Engine) -> NDArray[np.float32]:
     logits.append(engine.score(after, cache).logits[:2].copy())
     cache.close()
     return np.concatenate(logits)
+
+
+def equal_tokens(plain: Sequence[RequestOutput], other: Sequence[RequestOutput], name: str) -> list[int]:
+    """How many tokens of each text are equal. Half precision may decide another way where two tokens are as good as
+    equal, and there alone. plain: texts of plain decoding with the log-probabilities of two alternatives."""
+    shared = []
+    for number, (one, two) in enumerate(zip(plain, other, strict=True)):
+        place = find_difference(one.token_ids, two.token_ids)
+        shared.append(place)
+        if place < len(one.token_ids):
+            logprobs = one.outputs[0].logprobs
+            assert logprobs is not None
+            best, second = sorted((each.logprob for each in logprobs[place].values()), reverse=True)[:2]
+            gap = best - second
+            require(
+                gap < NEAR_TIE, f"text {number} of {name} parts from plain at token {place}, no tie: {gap:.2f} nats"
+            )
+    return shared
 
 
 @contextmanager

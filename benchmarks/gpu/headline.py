@@ -116,7 +116,7 @@ class Headline:
         mock.patch.stopall()
         stats = [each.stats for each in found]
         total = sum(each.target_passes for each in stats)
-        figures = {
+        figures: dict[str, Any] = {
             "tokens_per_second": round(median(speeds), 1),
             "tokens_per_pass": round(sum(each.num_tokens for each in stats) / total, 3),
             "round_ms": round(1e3 * sum(self.scale.tokens / speed for speed in speeds) / total, 3),
@@ -223,7 +223,7 @@ class Headline:
         model.load_state_dict(state, assign=True)
         model.model.rotary_emb = type(model.model.rotary_emb)(model.config).to(self.scale.device)
         model.generation_config.pad_token_id, model.generation_config.eos_token_id = 0, None
-        return model.eval()
+        return model.train(False)
 
 
 class RandomWeights:

@@ -20,7 +20,6 @@ from draftwood.models import bindings
 from draftwood.models.config import LlamaConfig
 from draftwood.models.errors import EngineError
 from draftwood.models.layers import EMBEDDING_WEIGHT, HEAD_WEIGHT, Layer, Matrix, network_of
-from draftwood.models.llama import TreeAttention, dense_tree_attention
 from draftwood.models.rope import rope_tables
 from draftwood.runtime.engines.base import EngineSpec
 from draftwood.runtime.engines.static.device import Stream
@@ -28,6 +27,28 @@ from draftwood.runtime.engines.static.device import Stream
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 Weights = Callable[[str], Tensor]  # Hugging Face name of a tensor -> tensor
 Bound = dict[str, tuple[tuple[int, ...], int]]  # shape and address by name
+
+
+# query, key, value, sequences, tree_mask, scale -> output; see plugins/tree_attention/op.py
+TreeAttention = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, float], Tensor]
+
+
+def dense_tree_attention(
+    query: Tensor, keys: Tensor, values: Tensor, sequences: Tensor, tree_mask: Tensor, scale: float
+) -> Tensor:
+    """TreeAttention in standard operations, which read every slot of the cache. A row without visible slots gives
+    zeros."""
+    rows, columns = tree_mask.shape[1:]
+    begun = sequences[:, :1] <= torch.arange(rows, device=keys.device)  # [N, T]
+    first_slot, length, tree_slot = sequences[begun.sum(0) - 1, 1:, None].unbind(1)  # [T, 1]
+    slots = torch.arange(keys.shape[2], device=keys.device)
+    relative = slots - tree_slot  # [T, C]
+    column = relative.clamp(0, columns - 1)
+    committed = (slots >= first_slot) & (slots < first_slot + length)
+    visible = committed | (tree_mask[0].gather(1, column.long()) & (relative == column))
+    grouped = query.shape[1] != keys.shape[1]
+    output = functional.scaled_dot_product_attention(query, keys, values, visible, scale=scale, enable_gqa=grouped)
+    return output.masked_fill(~visible.any(-1, keepdim=True), 0.0)
 
 
 class TorchLlama:
@@ -79,7 +100,7 @@ class TorchLlama:
         ):
             modules |= {layer.input_norm.weight: input_norm, layer.post_norm.weight: post_norm}
             for matrix, merged in zip(layer.matrices, (qkv, output, gate_up, down), strict=True):
-                modules |= dict(zip(matrix.weights, merged.split(matrix.outputs), strict=True))
+                modules |= dict(zip(matrix.weights, torch.split(merged, list(matrix.outputs)), strict=True))
         return modules[name]
 
     def forward(self, views: dict[str, Tensor], cache: Tensor) -> Tensor:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from time import perf_counter
 
 import onnxruntime
 
-from benchmarks.gpu.engine import CONFIGS, DEMO, find_difference, read_demo_prompts
-from benchmarks.gpu.report import Findings, NotPossible, require
+from benchmarks.gpu.engine import CONFIGS, DEMO, equal_tokens, read_demo_prompts
+from benchmarks.gpu.report import Findings, NotPossible
 from draftwood.builder.options import BuildOptions
 from draftwood.builder.pipeline import build
 from draftwood.models.bindings import DRAFT, TARGET
@@ -20,12 +21,11 @@ from draftwood.runtime.engines.onnx.onnxruntime import GPU_PACKAGE, GPU_RELEASE,
 from draftwood.runtime.speculation.config import SpeculativeConfig
 
 TOKENS, REQUESTS = 96, 4
-CONFIG = CONFIGS["tree of 7"]
+CONFIG = CONFIGS["tree of 15"]
 
 
 def check(precision: str, provider: str) -> Findings:
-    """Raises NotPossible where the provider is missing. Texts of passes of other widths may differ after a near tie;
-    one must agree for longer than a quarter."""
+    """Raises NotPossible where the provider is missing. Texts may part at a near tie alone."""
     if PROVIDERS[provider].name not in onnxruntime.get_available_providers():
         fix = f"pip install '{GPU_PACKAGE}>={GPU_RELEASE}'"
         raise NotPossible(f"this onnxruntime has no {PROVIDERS[provider].name}: {fix}")
@@ -40,10 +40,8 @@ def check(precision: str, provider: str) -> Findings:
         plain, plain_speed = run_texts(bundle, None, provider)
         speculative, speed = run_texts(bundle, CONFIG, provider)
         by_cpu, _ = run_texts(bundle, None, "cpu")
-    shared = [find_difference(one.token_ids, other.token_ids) for one, other in zip(plain, speculative, strict=True)]
-    as_cpu = [find_difference(one.token_ids, other.token_ids) for one, other in zip(plain, by_cpu, strict=True)]
-    require(max(shared) > TOKENS // 4, f"speculative and plain text part at tokens {shared}")
-    require(max(as_cpu) > TOKENS // 4, f"texts by this provider and by the CPU's part at tokens {as_cpu}")
+    shared = equal_tokens(plain, speculative, "the speculative texts")
+    as_cpu = equal_tokens(plain, by_cpu, "the CPU's texts")
     figures = {
         "nodes_elsewhere": elsewhere,
         "same_tokens": shared,
@@ -68,11 +66,12 @@ def nodes_elsewhere(graph: Path, provider: str) -> dict[str, int]:
 
 
 def run_texts(bundle: Path, config: SpeculativeConfig | None, provider: str) -> tuple[list[RequestOutput], float]:
-    """Texts that share passes, and their tokens per second."""
+    """Texts that share passes, with log-probabilities, and their tokens per second without."""
     params = SamplingParams(max_tokens=TOKENS, temperature=0, ignore_eos=True)
     texts = list(read_demo_prompts(REQUESTS))
     with LLM(bundle, config, provider=provider) as llm:
         llm.generate(texts, params)  # the first passes of a shape take longer
         begun = perf_counter()
-        found = llm.generate(texts, params)
-        return found, REQUESTS * TOKENS / (perf_counter() - begun)
+        llm.generate(texts, params)
+        speed = REQUESTS * TOKENS / (perf_counter() - begun)
+        return llm.generate(texts, replace(params, logprobs=2)), speed

@@ -14,20 +14,18 @@ from dataclasses import replace
 from pathlib import Path
 from time import perf_counter
 from typing import NamedTuple
-from unittest import mock
 
 import numpy as np
 
-from benchmarks.gpu.engine import CONFIGS, DEMO, find_difference, read_demo_prompts
+from benchmarks.gpu.engine import CONFIGS, DEMO, counted_rounds, equal_tokens, read_demo_prompts
 from benchmarks.gpu.report import Findings, NotPossible, require
 from draftwood.models.bindings import DRAFT, TARGET
 from draftwood.models.errors import ConfigError, EngineError
 from draftwood.plugins.tensorrt import PACKAGES
-from draftwood.runtime import LLM, RequestOutput, SamplingParams
+from draftwood.runtime import LLM, SamplingParams, SpeculativeConfig
 from draftwood.runtime.engines.passes import causal_batch
 from draftwood.runtime.engines.static.cuda import CudaDevice
 from draftwood.runtime.engines.static.engine import StaticEngine
-from draftwood.runtime.engines.static.rounds import StaticRounds
 
 TOKENS = 96
 REQUESTS = 4
@@ -101,7 +99,7 @@ def build_bundle(output: Path, backend: str, capability: str, form: str) -> Find
 def load_plans(bundle: Path) -> Findings:
     """Loading checks that every cache output shares the memory of its input."""
     begun = perf_counter()
-    with LLM(bundle, CONFIGS["tree of 7"]) as llm:
+    with LLM(bundle, CONFIGS["tree of 15"]) as llm:
         seconds, engines = round(perf_counter() - begun, 2), (llm.engines.target, llm.engines.draft)
         memory = {each.spec.role: each.memory._asdict() for each in engines if isinstance(each, StaticEngine)}
     require(len(memory) == 2, "the engines are no static engines")
@@ -148,7 +146,7 @@ def captured_warnings() -> Iterator[list[str]]:
 def time_first_token(bundle: Path) -> Findings:
     (text,) = read_demo_prompts(1)
     figures = {}
-    with LLM(bundle, CONFIGS["tree of 7"]) as llm:
+    with LLM(bundle, CONFIGS["tree of 15"]) as llm:
         for name in ("first request", "second request"):
             begun = perf_counter()
             next(llm.stream(text, SamplingParams(max_tokens=8, temperature=0, ignore_eos=True)))
@@ -157,56 +155,43 @@ def time_first_token(bundle: Path) -> Findings:
 
 
 def compare_texts(bundle: Path) -> Findings:
-    """Texts in half precision may differ after a near tie; one must agree for longer than a quarter."""
-    _, _, shared = run_texts(bundle)
-    require(max(shared) > TOKENS // 4, f"speculative and plain text part at tokens {shared}")
-    rounds, by_both = compare_rounds(bundle)
-    require(max(by_both) > TOKENS // 4, f"texts by the host's rounds and by the device's part at tokens {by_both}")
-    summary = (
-        f"equal tokens of {TOKENS}: {shared}; {rounds} rounds on the device, tokens equal to the host's: {by_both}"
-    )
-    return Findings(summary, {"same_tokens": shared, "device_rounds": rounds, "same_tokens_by_host": by_both})
-
-
-def compare_rounds(bundle: Path) -> tuple[int, list[int]]:
-    """The number of rounds that ran on the device, and how many tokens of each text are those of the host's rounds."""
+    """Plain texts beside those of a tree, and of a chain by the device's rounds and by the host's."""
     params = SamplingParams(max_tokens=TOKENS, temperature=0, ignore_eos=True)
-    texts = list(read_demo_prompts(REQUESTS))
-    # autospec: a function, which Python binds to its object; `side_effect` runs the rounds themselves.
-    with (
-        mock.patch.object(StaticRounds, "accept", autospec=True, side_effect=StaticRounds.accept) as accept,
-        LLM(bundle, CONFIGS["chain of 4"]) as llm,
-    ):
-        by_device, rounds = llm.generate(texts, params), accept.call_count
+    texts, shared = list(read_demo_prompts(REQUESTS)), dict[str, list[int]]()
+    with LLM(bundle, None) as llm:
+        plain = llm.generate(texts, replace(params, logprobs=2))
+    with LLM(bundle, CONFIGS["tree of 15"]) as llm:
+        shared["tree"] = equal_tokens(plain, llm.generate(texts, params), "the tree")
+    with counted_rounds() as rounds, LLM(bundle, CONFIGS["chain of 4"]) as llm:
+        shared["chain"] = equal_tokens(plain, llm.generate(texts, params), "the chain")
+        on_device = rounds.call_count
         # A request for log-probabilities needs logits, which only rounds of the host bring.
         by_host = llm.generate(texts, replace(params, logprobs=1))
-        require(accept.call_count == rounds, "the rounds to compare with ran on the device, too")
+        shared["chain, host"] = equal_tokens(plain, by_host, "the chain by the host")
+        require(rounds.call_count == on_device, "the rounds to compare with ran on the device, too")
         devices = [each.device for each in (llm.engines.target, llm.engines.draft) if isinstance(each, StaticEngine)]
         expected = all(each.runs_rounds for each in devices)
-    require(bool(rounds) == expected, f"{rounds} rounds ran on the device")
-    pairs = zip(by_device, by_host, strict=True)
-    return rounds, [find_difference(one.token_ids, other.token_ids) for one, other in pairs]
+    require(bool(on_device) == expected, f"{on_device} rounds ran on the device")
+    summary = f"{on_device} rounds on the device; tokens of {TOKENS} equal to plain ones: {shared}"
+    return Findings(summary, {"same_tokens": shared, "device_rounds": on_device})
 
 
 def measure_speed(bundle: Path) -> Findings:
     """Tokens per second of all texts together."""
-    plain, speculative, _ = run_texts(bundle)
+    plain, speculative = (run_texts(bundle, config) for config in (None, CONFIGS["tree of 15"]))
     figures = {"tokens_per_second": round(speculative, 1), "plain_tokens_per_second": round(plain, 1)}
     return Findings(f"{speculative:.1f} tokens/s, plain {plain:.1f}", figures)
 
 
-def run_texts(bundle: Path) -> tuple[float, float, list[int]]:
-    """Tokens per second of plain and of speculative texts, and how many tokens of each text are equal."""
+def run_texts(bundle: Path, config: SpeculativeConfig | None) -> float:
+    """Tokens per second of all texts together."""
     params = SamplingParams(max_tokens=TOKENS, temperature=0, ignore_eos=True)
-    texts, found, speeds = read_demo_prompts(REQUESTS), list[list[RequestOutput]](), list[float]()
-    for config in (None, CONFIGS["tree of 7"]):
-        with LLM(bundle, config) as llm:
-            llm.generate(list(texts), params)  # captures the graphs
-            begun = perf_counter()
-            found.append(llm.generate(list(texts), params))
-            speeds.append(REQUESTS * TOKENS / (perf_counter() - begun))
-    shared = [find_difference(one.token_ids, other.token_ids) for one, other in zip(*found, strict=True)]
-    return speeds[0], speeds[1], shared
+    texts = list(read_demo_prompts(REQUESTS))
+    with LLM(bundle, config) as llm:
+        llm.generate(texts, params)  # captures the graphs
+        begun = perf_counter()
+        llm.generate(texts, params)
+        return REQUESTS * TOKENS / (perf_counter() - begun)
 
 
 STAGES: dict[str, Callable[[Path], Findings]] = {

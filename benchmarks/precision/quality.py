@@ -26,13 +26,13 @@ from tokenizers import Tokenizer
 
 from benchmarks.precision.engines import KINDS, open_engines
 from benchmarks.tools.record import add_output, write_results
+from benchmarks.tools.torch_engine import TorchEngine
 from draftwood.builder.checkpoints.checkpoint import Checkpoint
 from draftwood.builder.quantization.formats import QuantizedCheckpoint, WeightFormat
 from draftwood.models.bindings import DRAFT, ROLES, TARGET, output_names
 from draftwood.models.layers import HEAD_WEIGHT
 from draftwood.runtime.engines.backends import BLOCKS
 from draftwood.runtime.engines.base import Engine, EngineSpec, TokenBatch
-from draftwood.runtime.engines.torch import TorchEngine
 
 PAIR = Path(__file__).resolve().parents[2] / "models" / "demo"
 WIDTHS, CAPACITY = (2, 8, 32, 64), 1024

@@ -17,7 +17,7 @@ from ...models.errors import CheckpointError
 IR_VERSION = 11
 EXTERNAL_DATA_BYTES = 32_000_000  # writing a protobuf copies it several times, and it may have 2 GB
 # onnx-ir 1.1 writes weights by many threads unless it is told otherwise, earlier releases by one.
-WORKERS = {"max_workers": 1} if "max_workers" in signature(ir.save).parameters else {}
+WORKERS: dict[str, Any] = {"max_workers": 1} if "max_workers" in signature(ir.save).parameters else {}
 Weight = Callable[[], NDArray[Any]]
 
 

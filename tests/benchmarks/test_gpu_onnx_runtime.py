@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from shutil import copytree
+from typing import Any
 
 import onnxruntime
 import pytest
@@ -11,6 +12,7 @@ from onnx_device import stand_in_device
 
 from benchmarks.gpu import onnx_runtime
 from benchmarks.gpu.report import NotPossible
+from draftwood.runtime import LLM, SamplingParams
 
 
 @pytest.fixture(autouse=True)
@@ -29,8 +31,19 @@ def test_texts_are_compared_with_plain_ones_and_with_those_of_the_cpu() -> None:
 
 
 def test_a_provider_that_writes_another_text_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(onnx_runtime, "find_difference", lambda one, other: 0)
-    with stand_in_device(), pytest.raises(AssertionError, match="speculative and plain text part at tokens"):
+    monkeypatch.setattr(onnx_runtime, "CONFIG", None)
+    generate = LLM.generate
+
+    def wrong(self: LLM, texts: Any, params: SamplingParams) -> Any:
+        found = generate(self, texts, params)
+        if len(calls) >= 3:  # those with a proposal
+            found[0].outputs[0].token_ids[:] = [5] * len(found[0].token_ids)
+        calls.append(1)
+        return found
+
+    calls: list[int] = []
+    monkeypatch.setattr(LLM, "generate", wrong)
+    with stand_in_device(), pytest.raises(AssertionError, match="of the speculative texts parts from plain at token"):
         onnx_runtime.check("fp32", "cuda")
 
 

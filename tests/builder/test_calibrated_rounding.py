@@ -13,6 +13,7 @@ from checkpoints import write_checkpoint
 from numpy.typing import NDArray
 
 from benchmarks.precision.quality import Reading, make_spec, read_held_out, score_texts
+from benchmarks.tools.torch_engine import TorchEngine
 from draftwood.builder.checkpoints.checkpoint import Checkpoint
 from draftwood.builder.options import BuildOptions
 from draftwood.builder.pipeline import build
@@ -29,7 +30,6 @@ from draftwood.cli.main import main
 from draftwood.models.bindings import DRAFT
 from draftwood.models.errors import CheckpointError, ConfigError
 from draftwood.models.layers import EMBEDDING_WEIGHT, HEAD_WEIGHT
-from draftwood.runtime.engines.torch import TorchEngine
 from draftwood.runtime.text.tokenizer import Tokenizer
 
 HELD = 30  # lines that are scored; what is read while rounding comes after them

@@ -19,6 +19,7 @@ from native_parts import held, kernels, open_native, spec_of
 from numpy.typing import NDArray
 from trees import Tree
 
+from benchmarks.tools.torch_engine import TorchEngine
 from draftwood.builder.checkpoints.checkpoint import Checkpoint
 from draftwood.builder.engines.export import export
 from draftwood.builder.parity import largest_difference, rows_of
@@ -31,7 +32,6 @@ from draftwood.runtime.engines.base import SoloEngine
 from draftwood.runtime.engines.native import engine as native
 from draftwood.runtime.engines.onnx.onnxruntime import OnnxRuntimeEngine
 from draftwood.runtime.engines.passes import prefill
-from draftwood.runtime.engines.torch import TorchEngine
 
 TOKENS, CAPACITY, WIDTHS = 48, 128, (1, 2, 4, 8, 16, 32)
 # A branch that ends, one that goes on, and leaves.

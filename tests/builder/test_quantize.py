@@ -21,6 +21,7 @@ from torch.nn.functional import cross_entropy
 from trees import Tree
 
 from benchmarks.precision.quality import compare, make_spec, score_texts
+from benchmarks.tools.torch_engine import TorchEngine
 from draftwood.builder.checkpoints.checkpoint import Checkpoint
 from draftwood.builder.engines import graph
 from draftwood.builder.engines.export import export
@@ -40,7 +41,6 @@ from draftwood.plugins.tensorrt import load_tensorrt, tensorrt_logger
 from draftwood.runtime import SpeculativeConfig
 from draftwood.runtime.engines.backends import BLOCKS
 from draftwood.runtime.engines.base import ForwardOutput
-from draftwood.runtime.engines.torch import TorchEngine
 
 
 def tensors(checkpoint: Checkpoint) -> dict[str, NDArray[np.float32]]:

@@ -17,13 +17,13 @@ from checkpoints import SHAPES, trained_head, write_checkpoint
 from native_parts import held, spec_of
 from numpy.typing import NDArray
 
+from benchmarks.tools.torch_engine import TorchEngine
 from draftwood.builder.checkpoints.checkpoint import is_finite
 from draftwood.builder.engines.native import write_weights
 from draftwood.builder.parity import batches, rows_of
 from draftwood.builder.reference import score_rows
 from draftwood.models.bindings import output_names
 from draftwood.models.head_config import HeadConfig
-from draftwood.runtime.engines.torch import TorchEngine
 
 WIDTHS = (1, 2, 4, 8, 16, 32)
 

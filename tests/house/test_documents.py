@@ -22,7 +22,17 @@ from draftwood.runtime import SamplingParams, SpeculativeConfig
 DRAFT = "models/demo/smollm2"
 PAGES = sorted(
     page
-    for folder in ("", "docs", "benchmarks", "models/demo", DRAFT, "deploy/dynamo", "examples", "package")
+    for folder in (
+        "",
+        "docs",
+        "docs/internals",
+        "benchmarks",
+        "models/demo",
+        DRAFT,
+        "deploy/dynamo",
+        "examples",
+        "package",
+    )
     for page in (ROOT / folder).glob("*.md")
 )
 GENERATED = ROOT / "docs" / "options.md"

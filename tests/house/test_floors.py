@@ -19,16 +19,10 @@ FACE = FLOORS[-1]  # the folder of the package `draftwood` itself
 RESERVED = {
     "onnxruntime": ("runtime/engines/onnx/onnxruntime.py",),
     "tensorrt": ("plugins/tensorrt.py",),
-    "torch": (
-        "plugins/tree_attention/launch.py",
-        "models/llama.py",
-        "models/acceptance_head.py",
-        "runtime/engines/torch.py",
-        "builder/",
-    ),
+    "torch": ("plugins/tree_attention/launch.py", "models/llama.py", "models/acceptance_head.py", "builder/"),
     "llguidance": ("runtime/structured/",),
     "huggingface_hub": ("builder/checkpoints/hub.py",),
-    "draftwood.models.llama": ("runtime/engines/torch.py", "builder/"),
+    "draftwood.models.llama": ("builder/",),
 }
 # Rooms of the runtime, the lowest first; a room imports from its own and lower ones only.
 RUNTIME_ROOMS = (

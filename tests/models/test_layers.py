@@ -17,13 +17,14 @@ from native_parts import open_native, spec_of
 from numpy.typing import NDArray
 from safetensors.numpy import load_file
 
+from benchmarks.tools.torch_engine import TorchEngine
 from draftwood.builder.checkpoints.checkpoint import Checkpoint
 from draftwood.builder.engines.export import export
 from draftwood.models import bindings
 from draftwood.models.config import LlamaConfig
 from draftwood.models.families import Variant
 from draftwood.models.layers import Matrix, layer_of, network_of, num_parameters
-from draftwood.models.llama import Llama, TreeAttention, dense_tree_attention
+from draftwood.models.llama import Llama
 from draftwood.models.rope import rope_tables
 from draftwood.models.rope_scaling import RopeScaling
 from draftwood.models.typed import typed
@@ -31,7 +32,6 @@ from draftwood.plugins.native import library
 from draftwood.runtime.bundle.checks import Unsound, check_model
 from draftwood.runtime.engines.onnx.onnxruntime import OnnxRuntimeEngine
 from draftwood.runtime.engines.passes import prefill
-from draftwood.runtime.engines.torch import TorchEngine
 
 HEAD_DIM, TOKENS = 8, 20
 LLAMA = LlamaConfig.from_hf(GQA | {"architectures": ["LlamaForCausalLM"]})
@@ -136,10 +136,9 @@ def test_the_description_says_all_that_a_family_computes(described: Described, t
     np.testing.assert_allclose(output.logits[0], expected[-1], atol=2e-4, rtol=0)
 
 
-@pytest.mark.parametrize("attend", [None, dense_tree_attention], ids=["growing cache", "static cache"])
-def test_cached_passes_compute_it_too(described: Described, attend: TreeAttention | None) -> None:
+def test_cached_passes_compute_it_too(described: Described) -> None:
     spec = spec_of(described, bindings.TARGET, "fp32", (1, 7), 64)
-    engine = TorchEngine(described.tensor, spec, attend=attend)
+    engine = TorchEngine(described.tensor, spec)
     output = prefill(engine, engine.new_cache(), token_ids().tolist())
     assert output is not None
     np.testing.assert_allclose(output.logits[0], described.expected()[-1], atol=2e-4, rtol=0)

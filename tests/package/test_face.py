@@ -6,7 +6,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Iterator
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from draftwood import (
     SamplingParams,
     TokensPrompt,
 )
+from draftwood.models.release import own_version
 
 GREEDY = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True)
 SEEDED = SamplingParams(max_tokens=12, seed=3, ignore_eos=True)
@@ -179,3 +180,14 @@ def test_progress_is_shown_on_request(llm: LLM, capsys: pytest.CaptureFixture[st
         out, err = capsys.readouterr()
         assert out == "" and "100%" in err
     assert outputs[0].token_ids == quiet[0].token_ids
+
+
+def test_a_checkout_that_is_not_installed_has_a_version_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The GPU check builds bundles in any Python."""
+
+    def missing(name: str) -> str:
+        raise PackageNotFoundError(name)
+
+    assert own_version() == version("draftwood")
+    monkeypatch.setattr("draftwood.models.release.version", missing)
+    assert own_version() == "0+checkout"

@@ -101,7 +101,7 @@ def test_a_short_text_takes_few_splits_and_one_split_writes_no_partial_results()
 def test_splits_that_were_fixed_for_132_multiprocessors_cost_another_gpu_no_more(
     rows: int, multiprocessors: int, most: float
 ) -> None:
-    """docs/gpu.md, a plugin without Python: the bytes of a call of up to `rows` rows, over a GPU's own splits."""
+    """docs/internals/gpu.md, a plugin without Python: the bytes of a call of up to `rows` rows, over a GPU's own splits."""
     worst = 0.0
     for count in (rows,) if rows > 16 else (1, 8, 16):
         shape = replace(LLAMA, rows=count, columns=count)
@@ -124,8 +124,8 @@ def test_partial_results_are_less_than_what_is_read_of_the_cache(
 
 
 def test_the_table_of_least_times_counts_these_bytes() -> None:
-    """docs/gpu.md: heads of Llama-3.1-8B in a plan for 8k slots."""
-    text = (ROOT / "docs" / "gpu.md").read_text(encoding="utf-8").split("## Least times of attention")[1]
+    """docs/internals/gpu.md: heads of Llama-3.1-8B in a plan for 8k slots."""
+    text = (ROOT / "docs" / "internals" / "gpu.md").read_text(encoding="utf-8").split("## Least times of attention")[1]
     rows = [line.split(" | ") for line in text.split("\n## ")[0].splitlines() if re.match(r"\| \d", line)]
     assert len(rows) == 8
     for cells in rows:

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 from cuda_driver.machine import Machine
+from cuda_driver.memory import Span
 from onnx_program import Bound, OnnxProgram
 
 from draftwood.runtime.engines.compatibility import WidthFamily
@@ -28,12 +29,17 @@ class ExecutionContext:
         self._shapes: dict[str, tuple[int, ...]] = {}
         self._addresses: dict[str, int] = {}
         self._family: WidthFamily | None = None
+        self._number = engine._num_contexts = engine._num_contexts + 1
+        self._setup = Span(0, 0)
 
     def set_device_memory(self, memory: int, size: int) -> None:
-        assert memory % 256 == 0 and size >= self._engine.device_memory_size_v2
+        assert memory % 256 == 0 and size >= self._engine.device_memory_size_v2 > self._number
+        self._setup = Span(memory + self._number, memory + self._number + 1)  # a byte for each context
 
     def set_optimization_profile_async(self, profile_index: int, stream_handle: int) -> bool:
         self._family = self._engine.families[profile_index]
+        # The device sets the context up: a pass on another stream must wait for this.
+        self._engine.program.machine.enqueue("a profile", lambda: None, ([], [self._setup]), stream_handle)
         return True
 
     def set_input_shape(self, name: str, shape: tuple[int, ...]) -> bool:
@@ -58,7 +64,7 @@ class ExecutionContext:
             name: tuple(sizes.get(axis, axis) for axis in symbols) for name, symbols in self._engine.outputs.items()
         }
         bound = {name: Bound(shapes[name], address) for name, address in self._addresses.items()}
-        program.enqueue(bound, stream_handle)
+        program.enqueue(bound, stream_handle, (self._setup,))
         return True
 
     def _require_no_capture(self, what: str) -> None:
@@ -97,6 +103,7 @@ class RuntimeConfig:
 
 class CudaEngine:
     device_memory_size_v2 = 4096
+    _num_contexts = 0
 
     def __init__(self, package: FakeTensorRT, program: OnnxProgram) -> None:
         self.program = program

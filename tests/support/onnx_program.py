@@ -99,9 +99,9 @@ class OnnxProgram:
         self.widths.append(width)
         return OnnxExecution(self)
 
-    def enqueue(self, bound: dict[str, Bound], stream: Stream) -> None:
-        """Queue a pass over what is bound now. A cache is written, too."""
-        reads = (bound[name].span(dtype) for name, dtype in self._inputs.items())
+    def enqueue(self, bound: dict[str, Bound], stream: Stream, setup: tuple[Span, ...] = ()) -> None:
+        """Queue a pass over what is bound now. A cache is written, too. setup: what must be done before."""
+        reads = (*setup, *(bound[name].span(dtype) for name, dtype in self._inputs.items()))
         writes = (bound[name].span(dtype) for name, dtype in self._outputs.items())
         self.machine.enqueue("a program", lambda: self.run(bound), (reads, writes), stream)
 

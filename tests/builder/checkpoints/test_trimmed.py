@@ -14,6 +14,7 @@ import torch
 from bundling import resigned
 from checkpoints import VOCAB_SIZE, edit_weights, transformers_logits, write_checkpoint, write_tokenizer
 
+from benchmarks.tools.torch_engine import TorchEngine
 from draftwood.builder.checkpoints.checkpoint import Checkpoint
 from draftwood.builder.distillation.distill import distill
 from draftwood.builder.distillation.options import DistillOptions
@@ -32,7 +33,6 @@ from draftwood.runtime.bundle.bundle import EngineBundle
 from draftwood.runtime.engines.base import EngineSpec
 from draftwood.runtime.engines.onnx.onnxruntime import OnnxRuntimeEngine
 from draftwood.runtime.engines.passes import causal_batch
-from draftwood.runtime.engines.torch import TorchEngine
 
 KEPT = [*range(3, 60), 70, 100, 280]  # ascending, with gaps
 TEXT = [1, 20, 33, 47, 5, 100, 7]

@@ -15,6 +15,7 @@ import pytest
 import torch
 from trees import Tree
 
+from benchmarks.tools.torch_engine import TorchEngine
 from draftwood.builder import parity
 from draftwood.builder.checkpoints.checkpoint import Checkpoint
 from draftwood.builder.head.data import load_frozen
@@ -30,7 +31,6 @@ from draftwood.models.errors import BundleError, CheckpointError, ConfigError, D
 from draftwood.models.head_config import HeadConfig
 from draftwood.runtime.bundle.bundle import EngineBundle
 from draftwood.runtime.engines.passes import causal_batch
-from draftwood.runtime.engines.torch import TorchEngine
 from draftwood.runtime.llm import LLM
 from draftwood.runtime.sampling.params import SamplingParams
 from draftwood.runtime.speculation.config import SpeculativeConfig

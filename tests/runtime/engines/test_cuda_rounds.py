@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from cuda_driver.machine import Machine
 
-from draftwood.plugins.device_round.images import NODE_BLOCK, image
+from draftwood.plugins.device_round.images import KERNELS, NODE_BLOCK, image
 from draftwood.runtime.engines.layout import Layout
 from draftwood.runtime.engines.static.cuda import CudaDevice
 
@@ -49,3 +49,9 @@ def test_devices_that_the_kernels_are_compiled_for(
     for attribute, number in zip((75, 76), capability, strict=True):
         monkeypatch.setitem(gpu.attributes, attribute, number)
     assert CudaDevice().runs_rounds is runs
+
+
+def test_kernels_are_loaded_when_a_plan_is_opened_and_not_by_the_first_round(gpu: Machine) -> None:
+    device, modules = CudaDevice(), len(gpu.handles)
+    assert device.load_rounds() == len(KERNELS) and len(gpu.handles) == modules + 2 * len(KERNELS)
+    assert device.load_rounds() == len(KERNELS) and len(gpu.handles) == modules + 2 * len(KERNELS)

@@ -8,7 +8,6 @@ from pathlib import Path
 import numpy as np
 import onnxruntime
 import pytest
-import torch
 from checkpoints import transformers_logits, write_checkpoint
 from engine_parts import CAPACITY, TOLERANCE, engine_spec, random_text
 
@@ -20,7 +19,6 @@ from draftwood.models.errors import EngineError
 from draftwood.models.layers import num_parameters
 from draftwood.runtime.engines.onnx.onnxruntime import OnnxRuntimeEngine
 from draftwood.runtime.engines.passes import prefill
-from draftwood.runtime.engines.torch import TorchEngine
 
 
 @pytest.fixture(scope="module")
@@ -55,14 +53,9 @@ def test_devices_that_are_not_there_are_refused(gqa: Path, tmp_path: Path, monke
     spec = engine_spec(checkpoint, "onnxruntime", bindings.TARGET)
     with pytest.raises(EngineError, match="'tpu' is unknown; choose one of cpu, cuda"):
         OnnxRuntimeEngine(tmp_path / "any.onnx", spec, provider="tpu")
-    with pytest.raises(EngineError, match="'tpu' is unknown; choose one of cpu, cuda"):
-        TorchEngine(checkpoint.tensor, spec, device="tpu")
     monkeypatch.setattr(onnxruntime, "get_available_providers", lambda: ["CPUExecutionProvider"])
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(EngineError, match=r"no CUDAExecutionProvider: install .*onnxruntime-gpu"):
         OnnxRuntimeEngine(tmp_path / "any.onnx", spec, provider="cuda")
-    with pytest.raises(EngineError, match="no CUDA device: install a CUDA build of torch"):
-        TorchEngine(checkpoint.tensor, spec, device="cuda")
 
 
 def test_a_pass_that_fails_is_an_error_that_names_the_engine(gqa: Path, tmp_path: Path) -> None:

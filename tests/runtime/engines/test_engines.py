@@ -19,6 +19,7 @@ from onnx_device import stand_in_device
 from transformers import LlamaForCausalLM
 from trees import Tree, trees
 
+from benchmarks.tools.torch_engine import TorchEngine
 from draftwood.builder.checkpoints.checkpoint import Checkpoint
 from draftwood.builder.engines.export import export
 from draftwood.models import bindings
@@ -26,7 +27,6 @@ from draftwood.models.errors import EngineError
 from draftwood.runtime.engines.base import Engine, TokenBatch
 from draftwood.runtime.engines.onnx.onnxruntime import OnnxRuntimeEngine
 from draftwood.runtime.engines.passes import causal_batch, prefill
-from draftwood.runtime.engines.torch import TorchEngine
 
 STAND_IN = "onnxruntime on a device"  # caches of its own memory, as on a GPU; the CPU's provider stands for CUDA's
 ON_GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -36,7 +36,6 @@ BACKENDS = [
     pytest.param("onnxruntime on cuda", marks=ON_GPU),
     "native",
     "torch",
-    pytest.param("torch on cuda", marks=ON_GPU),
 ]
 FEW = ("gqa", "head_dim 12")  # shapes for the stand-in
 few = settings(max_examples=8)
@@ -65,7 +64,7 @@ def open_engine(backend: str, tmp_path_factory: pytest.TempPathFactory) -> Open:
         file = tmp_path_factory.mktemp("engine") / f"{role}.onnx"
         spec = engine_spec(checkpoint, backend, role, capacity)
         if backend.startswith("torch"):
-            return TorchEngine(checkpoint.tensor, spec, "cuda" if backend.endswith("cuda") else "cpu")
+            return TorchEngine(checkpoint.tensor, spec)
         if backend == "native":
             return open_native(checkpoint, spec, file.parent)
         export(checkpoint, role, capacity, file, lambda name: None)

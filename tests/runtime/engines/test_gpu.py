@@ -23,12 +23,13 @@ from draftwood.runtime.engines.static.device import CacheGeometry, RowMove
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
 
-def test_the_torch_engine_computes_what_the_cpu_computes() -> None:
-    gpu_engine.check_parity("cuda", ("fp32", "fp16", "bf16"))
+def test_the_static_engine_computes_what_the_cpu_computes() -> None:
+    gpu_engine.check_parity(("fp32", "fp16", "bf16"))
 
 
-def test_speculation_changes_no_token() -> None:
-    gpu_engine.check_same_text("cuda", 64, 2)
+def test_rounds_on_the_device_change_no_token() -> None:
+    gpu_engine.check_greedy(2)
+    gpu_engine.check_shared(2)
 
 
 @pytest.fixture
@@ -105,7 +106,7 @@ def test_a_bundle_generates_with_tensorrt(
     )
     build(options, lambda step: lambda: None)
     params = SamplingParams(max_tokens=64, temperature=0)
-    with LLM(output, None) as plain, LLM(output, CONFIGS["tree of 7"]) as speculative:
+    with LLM(output, None) as plain, LLM(output, CONFIGS["tree of 15"]) as speculative:
         expected = [plain.generate(prompt, params)[0].token_ids for prompt in ("def fibonacci(n):\n", "import os\n")]
         found = speculative.generate(["def fibonacci(n):\n", "import os\n"], params)
         assert [each.token_ids for each in found] == expected

@@ -20,6 +20,7 @@ from lowbit import assert_a_tree_changes_no_bit, greedy_texts, one_by_one
 from native_parts import PRECISIONS, held, open_native, spec_of
 from trees import Tree, trees
 
+from benchmarks.tools.torch_engine import TorchEngine
 from draftwood.builder.checkpoints.checkpoint import Checkpoint
 from draftwood.builder.options import BuildOptions
 from draftwood.builder.parity import largest_difference, rows_of
@@ -38,7 +39,6 @@ from draftwood.runtime.engines.base import Engine
 from draftwood.runtime.engines.native.engine import NativeEngine
 from draftwood.runtime.engines.native.weights import check_weights
 from draftwood.runtime.engines.passes import causal_batch, prefill
-from draftwood.runtime.engines.torch import TorchEngine
 
 WIDTHS = (1, 2, 4, 8, 16, 32, 64)
 MODELS = ("gqa", "mha", "mqa", "demo target")  # of the bits; what every shape computes is compared with torch

@@ -3,6 +3,7 @@ host when the array is bound as an input, never again."""
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -26,7 +27,7 @@ from draftwood.runtime import LLM, SamplingParams, SpeculativeConfig
 from draftwood.runtime.engines.onnx import onnxruntime as opening
 from draftwood.runtime.engines.onnx.device import DeviceKVCache
 from draftwood.runtime.engines.onnx.moves import gather_graph, move_graph
-from draftwood.runtime.engines.onnx.onnxruntime import OnnxRuntimeEngine, Provider
+from draftwood.runtime.engines.onnx.onnxruntime import OnnxRuntimeEngine, Provider, preload_cuda
 from draftwood.runtime.engines.passes import causal_batch, prefill
 
 PROMPTS = ["once upon a time", "the cat sat on the mat and the dog", "a"]
@@ -233,3 +234,20 @@ def test_a_release_without_an_operator_on_the_device_is_refused(draft: Path, mon
         EngineError, match=r"reads input_ids .* instead of on cuda.*pip install 'onnxruntime-gpu>=1.27'"
     ):
         opened(draft)
+
+
+def test_cudas_libraries_are_found_where_the_packages_of_this_python_lie(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """onnxruntime may lie in another folder than the packages of NVIDIA, beside which it looks alone."""
+    files = [tmp_path / "nvidia" / name for name in ("cu13/lib/libcudart.so.13", "cudnn/lib/libcudnn.so.9")]
+    for file in files:
+        file.parent.mkdir(parents=True)
+        file.touch()
+    loaded: list[str] = []
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(ctypes, "CDLL", lambda name, mode: loaded.append(name))
+    monkeypatch.setattr(onnxruntime, "preload_dlls", lambda: loaded.append("its own"))
+    preload_cuda()
+    found = [name for name in loaded if name.startswith(str(tmp_path)) or name == "its own"]
+    assert found == [*map(str, files), "its own"]

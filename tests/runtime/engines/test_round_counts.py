@@ -1,7 +1,7 @@
 """What a round asks of a GPU: passes, kernels, launches, copies, bytes and waits, counted by the driver in libcuda's
 place.
 
-`docs/gpu.md` has the same table.
+`docs/internals/gpu.md` has the same table.
 """
 
 from __future__ import annotations
@@ -137,7 +137,7 @@ CASES = [
 @pytest.mark.full
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_the_documented_counts(case: Case, opened: OpenLLM, gpu: Machine) -> None:
-    text = (ROOT / "docs" / "gpu.md").read_text(encoding="utf-8")
+    text = (ROOT / "docs" / "internals" / "gpu.md").read_text(encoding="utf-8")
     label = f"| {case.name} | {case.temperature:g} | {case.requests} | {case.by} | "
     found = re.search(re.escape(label) + r"(.*) \|", text)
     replayed = case.by == DEVICE and case.temperature

@@ -1,8 +1,7 @@
 """Engines of static shapes, on the host: the contract of every engine, and what only they promise.
 
 `tensorrt` is the engine that runs TensorRT plans, over a driver in the place of libcuda (`cuda_driver`) and a program
-that tests replace (`onnx_program.py`): the ONNX graph that plans are compiled from. `torch` is the torch engine's CUDA
-path without CUDA.
+that tests replace (`onnx_program.py`): the ONNX graph that plans are compiled from.
 """
 
 from __future__ import annotations
@@ -23,17 +22,15 @@ from draftwood.builder.checkpoints.checkpoint import Checkpoint
 from draftwood.builder.engines.export import export
 from draftwood.models import bindings
 from draftwood.models.errors import EngineError
-from draftwood.models.llama import dense_tree_attention
 from draftwood.runtime.engines.base import Engine, Pass
 from draftwood.runtime.engines.layout import Layout, PassShape
 from draftwood.runtime.engines.passes import causal_batch, prefill
 from draftwood.runtime.engines.shared.pool import PooledEngine
 from draftwood.runtime.engines.static.engine import StaticEngine
 from draftwood.runtime.engines.static.memory import cache_geometry
-from draftwood.runtime.engines.torch import TorchEngine
 from tests.runtime.engines import test_engines as contract
 
-BACKENDS = ["tensorrt", "torch"]
+BACKENDS = ["tensorrt"]
 pytestmark = pytest.mark.usefixtures("no_faults")
 
 test_i9_each_row_predicts_what_its_own_path_predicts = contract.test_i9_each_row_predicts_what_its_own_path_predicts
@@ -59,10 +56,6 @@ def open_engine(backend: str, tmp_path_factory: pytest.TempPathFactory, gpu: Mac
     """Opens a checkpoint folder as an engine of the backend under test."""
 
     def opened(folder: Path, role: str = bindings.DRAFT, capacity: int = CAPACITY) -> Engine:
-        if backend == "torch":
-            checkpoint = Checkpoint(folder)
-            spec = engine_spec(checkpoint, backend, role, capacity)
-            return TorchEngine(checkpoint.tensor, spec, attend=dense_tree_attention)
         return opened_static(folder, tmp_path_factory.mktemp("engine"), gpu, role, capacity)
 
     return opened
