@@ -20,6 +20,7 @@ from draftwood import runtime
 from draftwood.runtime import SamplingParams, SpeculativeConfig
 
 DRAFT = "models/demo/smollm2"
+FOLDERS = ("", "docs", "docs/internals", "benchmarks", "models/demo", DRAFT, "deploy/dynamo", "examples", "package")
 PAGES = sorted(
     page
     for folder in (

@@ -101,7 +101,7 @@ def test_a_short_text_takes_few_splits_and_one_split_writes_no_partial_results()
 def test_splits_that_were_fixed_for_132_multiprocessors_cost_another_gpu_no_more(
     rows: int, multiprocessors: int, most: float
 ) -> None:
-    """docs/internals/gpu.md, a plugin without Python: the bytes of a call of up to `rows` rows, over a GPU's own splits."""
+    """docs/internals/gpu.md, a plugin without Python: bytes of a call of up to `rows` rows, over a GPU's own splits."""
     worst = 0.0
     for count in (rows,) if rows > 16 else (1, 8, 16):
         shape = replace(LLAMA, rows=count, columns=count)
