@@ -179,7 +179,6 @@ class NativeLibrary:
         self._library.draftwood_close.argtypes = [c_void_p]
         self._library.draftwood_close.restype = None
         self._library.draftwood_forward.argtypes = [c_void_p, POINTER(Pass)]
-        self._library.draftwood_run_ahead.argtypes = [c_void_p, POINTER(Pass), c_int, c_void_p, c_int, *[c_void_p] * 3]
         self._library.draftwood_run_round.argtypes = [c_void_p] * 3
         self._library.draftwood_linear.argtypes = [POINTER(Matrix), c_void_p, c_int, c_void_p]
         self._library.draftwood_round.restype = None
@@ -216,25 +215,6 @@ class NativeLibrary:
         position that the model does not have."""
         if refusal := self._library.draftwood_forward(handle, wanted):
             raise refused(refusal)
-
-    def run_ahead(
-        self,
-        handle: int,
-        wanted: Pass,
-        count: int,
-        uniforms: NDArray[np.float64] | None,
-        most: int,
-        tokens: NDArray[np.int64] | None,
-    ) -> NDArray[np.int64]:
-        """Run a pass with one output, and up to `count` passes behind it, see draftwood_run_ahead: of the best tokens,
-        or of those that are drawn with `uniforms` as long as no more than `most` are likely. tokens: of the columns.
-        Returns the tokens of the passes that were run. Raises MemoryError and KernelError as `forward` does."""
-        chosen, ones = np.empty(count, np.int64), b"\1" * (wanted.start - wanted.length + wanted.rows + count)
-        given = (count, address(uniforms), most, address(tokens), ones, address(chosen))
-        passes = self._library.draftwood_run_ahead(handle, wanted, *given)
-        if passes < 0:
-            raise refused(-passes)
-        return chosen[: passes - 1]
 
     def run_round(self, target: int, draft: int, wanted: int) -> None:
         """Run the `Round` at an address on two handles. Raises MemoryError and KernelError as `forward` does."""

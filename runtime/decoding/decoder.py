@@ -271,9 +271,9 @@ class SpeculativeDecoder:
             graft_given(graph, found)
         estimate = request.calibration or uncorrected
         grower, stopper = rules.grower(depth, estimate), rules.stopper(estimate)
-        ranking_only, ahead = rules.ranks and not sampler.follows_path, min(rules.ahead, depth - 1)
+        ranking_only = rules.ranks and not sampler.follows_path
         draft = request.streams.draft
-        by_rule = yield from self._proposer.propose(graph, grower, stopper, sampler, draft, ranking_only, ahead)
+        by_rule = yield from self._proposer.propose(graph, grower, stopper, sampler, draft, ranking_only)
         if found and rules.chooses:
             graft_chosen(graph, found)
         tree, reason = unroll(graph, rules.max_tokens, max_depth), ""

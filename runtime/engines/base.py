@@ -71,20 +71,6 @@ class EngineSpec:
         )
 
 
-class Ahead(NamedTuple):
-    """Rows that an engine may compute behind the last row of a batch, in passes of their own: at most `rows`, each of
-    the token that is chosen after the row before. uniforms: None for the best tokens; else the numbers with which they
-    are drawn from those that `wanted` names, as long as no more than `most` are likely.
-
-    Whoever asks for them chooses the tokens once more, and uses a row only if it is of the token that was chosen. So
-    they save time on the host, and decide nothing."""
-
-    rows: int
-    uniforms: Sequence[float] | None = None
-    wanted: Wanted | None = None
-    most: int = 0
-
-
 @dataclass(frozen=True, slots=True)
 class TokenBatch:
     """The inputs of one pass over W rows, a compiled width. The first `num_tokens` rows are real, the others padding.
@@ -96,8 +82,7 @@ class TokenBatch:
     then undefined. cache_only: the caller reads no output. slots: int64 [num_tokens], the cache slots into which a
     cache that `places` rows writes them; S is then the number of slots up to the last one in use. None: the
     rows follow the others. wanted: by output row, what the caller will ask of the row's softmax, for engines that
-    compute it in the pass; it may be shorter than the rows. ahead: only for an engine that `runs_ahead`, in a batch
-    whose last row is its only output row.
+    compute it in the pass; it may be shorter than the rows.
     """
 
     token_ids: NDArray[np.int64]
@@ -109,7 +94,6 @@ class TokenBatch:
     cache_only: bool = False
     slots: NDArray[np.int64] | None = None
     wanted: tuple[Wanted | None, ...] = ()
-    ahead: Ahead | None = None
 
     @classmethod
     def pad(
@@ -121,7 +105,6 @@ class TokenBatch:
         last_only: bool = False,
         ranking_only: bool = False,
         wanted: tuple[Wanted | None, ...] = (),
-        ahead: Ahead | None = None,
     ) -> TokenBatch:
         """Pad n rows with mask [n, s + n] to `width` rows. last_only: the last real row is
         the only output row; else all rows are.
@@ -138,7 +121,7 @@ class TokenBatch:
             mask = wide
         output_rows = np.array([rows - 1]) if last_only else every_row(width)
         ids, positions = np.asarray(token_ids, np.int64), np.asarray(position_ids, np.int64)
-        return cls(ids, positions, mask, output_rows, rows, ranking_only, wanted=wanted, ahead=ahead)
+        return cls(ids, positions, mask, output_rows, rows, ranking_only, wanted=wanted)
 
 
 @lru_cache(maxsize=256)  # every pass needs one of a few
@@ -161,8 +144,7 @@ class ForwardOutput(NamedTuple):
     tokens under the unprocessed distribution, best first; None on an engine without these outputs. Of a trimmed draft V
     is the number of kept tokens, and DraftVocabulary says which token a column is. acceptance: float32 [R], the
     probability that the target accepts the row's own token; None where the draft has no acceptance head. softmaxes: of
-    rows for which `TokenBatch.wanted` was computed; may be shorter than the rows. ahead: tokens of the rows that were
-    computed because of `TokenBatch.ahead`, which are the last output rows.
+    rows for which `TokenBatch.wanted` was computed; may be shorter than the rows.
     """
 
     logits: NDArray[np.float32]
@@ -170,7 +152,6 @@ class ForwardOutput(NamedTuple):
     top_logprobs: NDArray[np.float32] | None
     acceptance: NDArray[np.float32] | None = None
     softmaxes: Sequence[Softmax | None] = ()
-    ahead: tuple[int, ...] = ()
 
     def row(self, index: int) -> ForwardOutput:
         """The results of one row, as views."""
@@ -235,7 +216,6 @@ class Engine(ABC):
     """A compiled model."""
 
     spec: EngineSpec  # does not change while the engine is open
-    runs_ahead = False  # whether it computes `TokenBatch.ahead`
     runs_rounds = False  # whether its passes are whole rounds, whatever their batches say
 
     @abstractmethod

@@ -124,9 +124,8 @@ class GrowingKVCache(ABC):
             raise EngineError("rows of this engine follow each other: leave the slots of the batch out")
         else:
             check_slots(batch, self.length, self.speculative)
-        columns = batch.mask.shape[1] + (0 if batch.ahead is None else batch.ahead.rows)
         used = self.length + self.speculative
-        self._grow(self.length + columns, used)
+        self._grow(self.length + batch.mask.shape[1], used)
         return used
 
     def repeat(self, length: int) -> None:

@@ -9,7 +9,7 @@ from typing import TypeVar
 import numpy as np
 
 from ..sampling.softmax import Wanted
-from .base import Ahead, Engine, EngineSpec, ForwardOutput, KVCache, Pass, TokenBatch, causal_mask
+from .base import Engine, EngineSpec, ForwardOutput, KVCache, Pass, TokenBatch, causal_mask
 
 T = TypeVar("T")
 Passes = Generator[Pass, ForwardOutput, T]  # yields a pass, receives its output; returns T
@@ -26,14 +26,13 @@ def causal_batch(
     token_ids: Sequence[int],
     start: int,
     ranking_only: bool = False,
-    ahead: Ahead | None = None,
     asked: Wanted | None = None,
 ) -> TokenBatch:
     """A batch for a chunk of committed text that begins at position `start`. Its only output row is the last token.
     asked: of the softmax of this row."""
     rows, wanted = len(token_ids), () if asked is None else (asked,)
     mask, width, positions = causal_mask(rows), spec.width_for(rows), np.arange(start, start + rows)
-    return TokenBatch.pad(token_ids, positions, mask, width, True, ranking_only, wanted, ahead)
+    return TokenBatch.pad(token_ids, positions, mask, width, True, ranking_only, wanted)
 
 
 def prefill_passes(

@@ -44,13 +44,11 @@ CHOICES: dict[str, tuple[str, ...]] = {
 
 class Rules(NamedTuple):
     """What a round needs of a configuration, at temperature 0 or above. chooses, ranks, shape, max_tokens, verify: see
-    SpeculativeConfig. ahead: the most rows of one chain that are certain to follow the root. grower: of one round, by
-    its greatest depth. stopper: of one round."""
+    SpeculativeConfig. grower: of one round, by its greatest depth. stopper: of one round."""
 
     chooses: bool
     ranks: bool
     shape: RoundShape | None
-    ahead: int
     max_tokens: int
     verify: Verifier
     grower: Callable[[int, Estimate], Grower]
@@ -212,15 +210,13 @@ class SpeculativeConfig:
     def rules(self, greedy: bool) -> Rules:
         """What its rounds need, computed once for many of them."""
         limits, make = self._limits(), self._kind.choose if greedy else self._kind.draw
-        deepest, rows = self._kind.deepest(limits, greedy), self._kind.rows(limits, greedy)
+        deepest = self._kind.deepest(limits, greedy)
 
         def grower(max_depth: int, estimate: Estimate) -> Grower:
             return make(limits._replace(depth=min(deepest, max_depth), estimate=estimate))
 
-        is_chain = set(rows) == {1} and (self._kind.is_chain or self.chooses(greedy))
-        ahead = len(rows) if is_chain and self.stop_rule == "fixed" and not self.lookup_ngram else 0
         known = self.chooses(greedy), self.ranks(greedy), self.round_shape(greedy)
-        return Rules(*known, ahead, self.max_tokens, self.verifier(greedy), grower, self.stopper)
+        return Rules(*known, self.max_tokens, self.verifier(greedy), grower, self.stopper)
 
     def round_shape(self, greedy: bool) -> RoundShape | None:
         """The shape of all proposals, where they are those of `BestFirst` alone, drawn chains or trees of

@@ -6,11 +6,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from ...models.bindings import TOP_IDS
-from ..engines.base import Ahead, Engine, ForwardOutput, KVCache, Pass, TokenBatch
-from ..engines.passes import Passes, causal_batch, prefill_passes
+from ..engines.base import Engine, ForwardOutput, KVCache, Pass, TokenBatch
+from ..engines.passes import Passes, prefill_passes
 from ..engines.rounds import RoundOutcome, Rounds
-from ..sampling.random import BLOCK, HasUniforms, RandomStream
+from ..sampling.random import RandomStream
 from ..sampling.sampler import Sampler
 from ..sampling.softmax import Wanted
 from .graph.token_graph import ROOT, TokenGraph
@@ -19,8 +18,6 @@ from .growers.baseline import Grower
 from .growers.draft_vocabulary import DraftVocabulary
 from .growers.specdecpp import Fixed, Stopper
 from .stopwatch import Stopwatch
-
-NOTHING_AHEAD = ForwardOutput(np.zeros((0, 0), np.float32), None, None)
 
 
 class DraftProposer:
@@ -37,9 +34,6 @@ class DraftProposer:
         self._cache = engine.new_cache()
         self._text: list[int] = []  # all committed tokens
         self.pending: list[int] = []
-        self._read = 0  # speculative slots, the first ones, of committed tokens that this round has read
-        self._ahead = NOTHING_AHEAD  # the pass that computed further rows in the slots behind them
-        self._used = 0  # of these rows
         self._slots: dict[int, int] = {}  # scored graph node -> its speculative cache slot
         self._visible: list[bytes] = []  # slot -> mask of the earlier slots on its path, the slot itself included
         self.passes = 0
@@ -79,7 +73,6 @@ class DraftProposer:
         """Begin a new text. read: whether the draft reads the prompt now, without its last token, which is the first
         root; else the prompt stays pending."""
         self.passes, self.rows, self.scoring = 0, 0, Stopwatch()
-        self._read = 0
         self._cache.truncate(0)
         self._text = list(prompt)
         self.pending = self._text[-self.readable(len(prompt)) :]
@@ -95,11 +88,10 @@ class DraftProposer:
         sampler: Sampler,
         stream: RandomStream,
         ranking_only: bool = False,
-        ahead: int = 0,
     ) -> Passes[bool]:
         """Grow `graph` below its root, the last committed token. Returns whether the stopper ended the growth, because
-        it rejected every node of the grower's frontier. ranking_only: neither grower nor stopper reads logits. ahead:
-        passes of one row, each below the row before, that will probably follow the first pass."""
+        it rejected every node of the grower's frontier. ranking_only: neither grower nor stopper reads
+        logits."""
         if self.outgrown:
             self.pending = self._text[-self.unread :]
             self._cache.truncate(0)
@@ -107,12 +99,10 @@ class DraftProposer:
         self.rows += len(self.pending)
         asked = None if ranking_only else sampler.drawn
         with self.scoring:
-            rows_ahead = self._rows_ahead(ahead, sampler, stream, ranking_only)
-            output = yield from self._read_pending(ranking_only, rows_ahead, asked)
+            output = yield from prefill_passes(self._engine, self._cache, self.pending, ranking_only, asked=asked)
         if output is None:
             raise AssertionError("propose before start: there is no root")
-        self.pending, self._slots, self._used = [], {}, 0
-        self._visible = [b"\1" * (slot + 1) for slot in range(self._cache.speculative)]
+        self.pending, self._slots, self._visible = [], {}, []
         nodes, own, stops = [ROOT], self._vocabulary.sampler(sampler), not isinstance(stopper, Fixed)
         while True:
             note_acceptance(graph, nodes, output)
@@ -137,8 +127,7 @@ class DraftProposer:
         scored = 0
         while scored < len(rows) and not tree.merged[rows[scored]] and tree.nodes[rows[scored]] in self._slots:
             scored += 1
-        self._cache.commit([*range(self._read), *(self._slots[tree.nodes[row]] for row in rows[:scored])])
-        self._read = 0
+        self._cache.commit([self._slots[tree.nodes[row]] for row in rows[:scored]])
         self._commit([*(tree.token_ids[row] for row in rows), next_token], scored)
 
     def _commit(self, committed: Sequence[int], scored: int) -> None:
@@ -152,48 +141,8 @@ class DraftProposer:
 
     def skip(self, tokens: Sequence[int]) -> None:
         """Add tokens of a round in which the draft proposed nothing to the pending ones."""
-        if self._read:  # nothing could be proposed
-            self._cache.commit(range(self._read))
-            self._read = 0
         self._text += tokens
         self.pending += tokens
-
-    def _rows_ahead(self, count: int, sampler: Sampler, stream: RandomStream, ranking_only: bool) -> Ahead | None:
-        """What the engine computes behind the first pass; None if it cannot, or cannot know the tokens."""
-        if not count or not self._engine.runs_ahead:
-            return None
-        if sampler.params.greedy:
-            return Ahead(count) if ranking_only and TOP_IDS.name in self._engine.spec.outputs else None
-        wanted = None if sampler.truncates_by_order else sampler.drawn
-        if wanted is None or not isinstance(stream, HasUniforms):
-            return None
-        return Ahead(count, stream.ahead(count), wanted, BLOCK)
-
-    def _read_pending(
-        self, ranking_only: bool, ahead: Ahead | None, asked: Wanted | None
-    ) -> Passes[ForwardOutput | None]:
-        """The first pass of a round. Rows that were computed ahead are in the slots behind its own. asked: of the
-        softmax of the last row, where none is computed ahead."""
-        count, length = len(self.pending), self._cache.length
-        self._ahead = NOTHING_AHEAD
-        if ahead is None or self._engine.chunk_size(count, length) < count:
-            return (yield from prefill_passes(self._engine, self._cache, self.pending, ranking_only, asked=asked))
-        batch = causal_batch(self._engine.spec, self.pending, length, ranking_only, ahead)
-        self._ahead, self._read = (yield Pass(self._engine, batch, self._cache)), count
-        return self._ahead.row(0)
-
-    def _take_ahead(self, graph: TokenGraph, nodes: Sequence[int]) -> ForwardOutput | None:
-        """The next row that was computed ahead, if it is of the only node of a layer."""
-        if self._used == len(self._ahead.ahead) or len(nodes) > 1:
-            return None
-        node, slot = nodes[0], self._read + self._used
-        parent = graph.parents[node]
-        before = self._read - 1 if parent == ROOT else self._slots[parent]
-        if before != slot - 1 or graph.tokens[node] != self._ahead.ahead[self._used]:
-            return None
-        self._slots[node] = slot
-        self._used += 1
-        return self._ahead.row(self._used)
 
     def _score(
         self, graph: TokenGraph, nodes: Sequence[int], ranking_only: bool, asked: Wanted | None
@@ -202,18 +151,15 @@ class DraftProposer:
         first, count = self._cache.speculative, len(nodes)
         self.passes += 1
         self.rows += count
-        known = self._take_ahead(graph, nodes)
-        if known is not None:
-            return known
         for slot, node in enumerate(nodes, start=first):
             parent = graph.parents[node]
-            above = b"\1" * self._read if parent == ROOT else self._visible[self._slots[parent]]
+            above = b"" if parent == ROOT else self._visible[self._slots[parent]]
             self._visible.append(above.ljust(slot, b"\0") + b"\1")
             self._slots[node] = slot
         lines = [line.ljust(first + count, b"\0") for line in self._visible[first:]]
         mask = np.frombuffer(bytearray().join(lines), np.bool_).reshape(count, first + count)
         # The root is already read, so the position of a node at depth d is the last read row's plus d.
-        last = self._cache.length + self._read - 1
+        last = self._cache.length - 1
         positions = [last + graph.depths[node] for node in nodes]
         tokens = [graph.tokens[node] for node in nodes]
         width = self._engine.spec.width_for(count)

@@ -297,45 +297,6 @@ int draftwood_forward(struct engine *engine, const struct pass *pass) {
     return !enough;
 }
 
-/* The column that is drawn with a number from 0 to 1; -1 if more than `most` are likely. */
-static int drawn_column(const struct draw *draw, double uniform, int most) {
-    double total = 0, below = 0;
-    if (draw->count > most || draw->count > draw->room) return -1;
-    for (int at = 0; at < draw->count; at++) total += draw->weights[at];
-    for (int at = 0; at < draw->count; at++)
-        if ((below += draw->weights[at]) > uniform * total) return (int)draw->ids[at];
-    return -1;
-}
-
-/* Run a pass with one output, and up to `count` passes of one row behind it: of the token that is chosen after the row
- * before, the best one or, with `uniforms`, one that is drawn from the likely ones. `ones` is their mask; their outputs
- * follow each other. tokens: of the columns, or null. Returns the number of passes, or a refusal times -1. chosen
- * [count]: their tokens. */
-int draftwood_run_ahead(struct engine *engine, const struct pass *pass, int count, const double *uniforms, int most,
-                        const int64_t *tokens, const uint8_t *ones, int64_t *chosen) {
-    const int64_t output = 0;
-    int64_t position = pass->positions[pass->rows - 1];
-    struct pass each = *pass;
-    for (int run = 1;; run++) {
-        const int refusal = draftwood_forward(engine, &each);
-        if (refusal) return -refusal;
-        if (run > count) return run;
-        const int column = uniforms ? drawn_column(each.draws, uniforms[run - 1], most) : (int)each.ids[0];
-        if (column < 0) return run;
-        chosen[run - 1] = tokens ? tokens[column] : column;
-        position++;
-        each.rows = 1;
-        each.start = pass->start + pass->rows + run - 1;
-        each.columns = each.start - pass->length + 1;
-        each.tokens = chosen + run - 1, each.positions = &position, each.output_rows = each.draw_outputs = &output;
-        each.mask = ones;
-        each.logits += engine->model.head.outputs;
-        if (each.ids) each.ids += pass->top, each.logprobs += pass->top;
-        if (each.acceptance) each.acceptance++;
-        if (each.draws) each.draws++;
-    }
-}
-
 #include "round.h" /* whose passes these are */
 
 /* result [rows][outputs] = values [rows][inputs] times one matrix, on this thread; 0, or -1 without memory. */

@@ -23,7 +23,7 @@ from ....plugins.native.compile import CompilerError
 from ....plugins.native.library import FORMATS, Cache, Layer, Matrix, Model, Pass, address, row_bytes
 from ....plugins.native.packing import PANEL, whole_panels
 from ....plugins.native.processor import KernelError
-from ..base import Ahead, Engine, EngineSpec, ForwardOutput, KVCache, SoloEngine, TokenBatch, check_cache, closed_error
+from ..base import Engine, EngineSpec, ForwardOutput, KVCache, SoloEngine, TokenBatch, check_cache, closed_error
 from ..cache import GrowingKVCache
 from ..limits import available_bytes, cores
 from ..rounds import Block, Rounds, TextRows
@@ -120,8 +120,6 @@ class NativeKVCache(GrowingKVCache):
 class NativeEngine(SoloEngine):
     """One role's weights and the kernels that read them."""
 
-    runs_ahead = True
-
     def __init__(self, path: Path, spec: EngineSpec, threads: int = 0, private: bool = False) -> None:
         """path: a file of weights. threads: 0 takes one for each core. private: see `read_weights`. Raises EngineError
         when the weights are unusable, when the rows of the widest pass do not fit the memory that is left, or when this
@@ -150,13 +148,10 @@ class NativeEngine(SoloEngine):
         for token ids and positions beyond those of the engine."""
         if batch.num_tokens > len(batch.mask):
             raise EngineError(f"{batch.num_tokens} rows do not fit a mask of {len(batch.mask)}")
-        if batch.ahead is not None:
-            check_ahead(batch, batch.ahead, self.spec)
         cache = check_cache(cache, NativeKVCache)
         start = cache.reserve(batch)
-        rows, ahead = batch.num_tokens, batch.ahead
-        outputs = len(batch.output_rows) + (0 if ahead is None else ahead.rows)
-        wanted, output, prepared = cache.results(outputs)
+        rows = batch.num_tokens
+        wanted, output, prepared = cache.results(len(batch.output_rows))
         arrays = (batch.token_ids, batch.position_ids, batch.output_rows, batch.mask)
         inputs = [np.ascontiguousarray(array) for array in arrays]  # they live as long as the pass
         scored, columns = 0 if batch.cache_only else min(len(batch.output_rows), rows), inputs[-1].shape[1]
@@ -164,23 +159,17 @@ class NativeEngine(SoloEngine):
         slots = None if batch.slots is None else np.ascontiguousarray(batch.slots)
         wanted.slots, wanted.drawn = address(slots), 0
         asked = batch.wanted[:scored]
-        if ahead is not None and ahead.wanted is not None:
-            asked = (ahead.wanted,) * outputs
         softmaxes = prepared.ask(asked, wanted) if any(asked) else ()
-        computed: tuple[int, ...] = ()  # tokens of the rows ahead
         with self._lock:
             if self._handle is None:
                 raise closed_error(self.spec)
             try:
-                if ahead is None:
-                    self._library.forward(self._handle, wanted)
-                else:
-                    computed = self._run_ahead(ahead, wanted)
+                self._library.forward(self._handle, wanted)
             except KernelError as error:
                 raise EngineError(str(error)) from error
-        cache.speculative = cache.speculative + rows + len(computed) if slots is None else columns
+        cache.speculative = cache.speculative + rows if slots is None else columns
         # `_replace` would take five times as long.
-        return ForwardOutput(output.logits, output.top_ids, output.top_logprobs, output.acceptance, softmaxes, computed)
+        return ForwardOutput(output.logits, output.top_ids, output.top_logprobs, output.acceptance, softmaxes)
 
     def rounds(self, cache: KVCache, draft: Engine, draft_cache: KVCache) -> Rounds | None:
         """See Engine.rounds: with a native draft."""
@@ -205,15 +194,6 @@ class NativeEngine(SoloEngine):
                 self._library.run_round(self._handle, draft._handle, wanted)
             except KernelError as error:
                 raise EngineError(str(error)) from error
-
-    def _run_ahead(self, ahead: Ahead, wanted: Pass) -> tuple[int, ...]:
-        """Run a pass and those behind it; returns the tokens of the latter."""
-        assert self._handle is not None, "see score"
-        uniforms = None if ahead.uniforms is None else np.array(ahead.uniforms)
-        wanted.drawn = min(wanted.drawn, 1)  # of each pass
-        return tuple(
-            self._library.run_ahead(self._handle, wanted, ahead.rows, uniforms, ahead.most, self._kept).tolist()
-        )
 
     def close(self) -> None:
         with self._lock:
@@ -246,19 +226,6 @@ class NativeEngine(SoloEngine):
             if self._handle is None:
                 raise closed_error(self.spec)
             self._library.move(self._handle, cache.structure, cache.length, np.ascontiguousarray(rows))
-
-
-def check_ahead(batch: TokenBatch, ahead: Ahead, spec: EngineSpec) -> None:
-    """Raises EngineError for rows ahead that the kernels cannot choose, or have no place for."""
-    ranked = bindings.TOP_IDS.name in spec.outputs
-    numbers = ahead.uniforms is not None and len(ahead.uniforms) >= ahead.rows
-    drawn = numbers and ahead.wanted is not None and ahead.wanted.share > 0
-    chosen = drawn if ahead.uniforms is not None else ranked
-    if ahead.rows < 1 or batch.slots is not None or len(batch.output_rows) != 1 or batch.cache_only or not chosen:
-        raise EngineError(
-            f"{ahead.rows} rows ahead need a last row that is the only output row, no slots, and top_ids or as many "
-            "numbers and the likely tokens"
-        )
 
 
 def check_rows(spec: EngineSpec, model: Model) -> None:
