@@ -147,14 +147,14 @@ class AsyncLLM(EngineThread):
         texts do not wait for them. Also raises ShutdownError."""
         plain = plain_prompt(prompt)
         size = len(plain.encode("utf-8", "surrogatepass")) if isinstance(plain, str) else len(plain)
-        return await self._texts.compute(lambda: self.llm.encode(plain), size, client)
+        return await self._texts.compute(partial(self.llm.encode, plain), size, client)
 
     async def encode_chat(
         self, messages: Sequence[Mapping[str, Any]], settings: ChatSettings = ASKED, client: str | None = None
     ) -> list[int]:
         """LLM.encode_chat in another thread. Cancelling the task ends the chat template's process."""
         text = await self._texts.write(lambda given_up: self.llm.write_chat(messages, given_up, settings), client)
-        return await self._texts.compute(lambda: self.llm.encode_written(text), len(text), client)
+        return await self._texts.compute(partial(self.llm.encode_written, text), len(text), client)
 
     async def prepare(self, params: SamplingParams, client: str | None = None) -> Prepared:
         """LLM.prepare in other threads, for all choices of a call. Cancelling the task gives the grammar up."""
@@ -165,7 +165,7 @@ class AsyncLLM(EngineThread):
             sequences = await self._texts.compute(tokenized, sum(map(len, words)), client)
         if form is not None:
             # A kept grammar waits for no grammar that is compiled.
-            grammar = await self._texts.compute(partial(self.llm.grammars.find, form), 0, client)
+            grammar = await self._texts.compute(lambda _: self.llm.grammars.find(form), 0, client)
             grammar = grammar or await self._texts.compile(partial(self.llm.grammars.compile, form), client)
         return Prepared(grammar, sequences)
 

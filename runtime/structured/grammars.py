@@ -19,7 +19,7 @@ from ..engines.limits import available_bytes
 from ..engines.shared.memory import OutOfMemoryError
 from ..sampling.structured import StructuredOutput
 from ..text.tokenizer import Tokenizer
-from ..text.tokenizer_check import is_failure
+from ..text.tokenizer_worker import is_failure
 from ..text.worker_pool import WorkerPool
 from . import grammar_worker
 from .grammar_worker import open_matcher, open_tokenizer

@@ -12,7 +12,7 @@ from tokenizers import Tokenizer as TokenizerJson
 from ....models.errors import CheckpointError, shown
 from ....models.fields import MOST
 from ....runtime.text.tokenizer import SETTINGS, TEMPLATE, TOKENIZER, Tokenizer
-from ....runtime.text.tokenizer_check import is_failure
+from ....runtime.text.tokenizer_worker import is_failure
 from ...sentencepiece import CONTROL, USER_DEFINED, Piece, Pieces, put_around, tokenizer_of
 from .metadata import AGAIN, Metadata
 from .splits import SPLITS

@@ -205,7 +205,7 @@ class OpenAIApi:
     async def _echo(self, prompt: Prompt, client: str) -> str:
         if isinstance(prompt, str):
             return prompt
-        return await self._async_llm.texts.compute(lambda: self._llm.tokenizer.decode(prompt), len(prompt), client)
+        return await self._async_llm.texts.compute(lambda _: self._llm.tokenizer.decode(prompt), len(prompt), client)
 
     async def _answer(
         self,
