@@ -8,7 +8,7 @@ process, for each token of a stream: a decoder whose cost is not proved is refus
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
 from math import ceil, inf, prod
 from typing import Any, TypeGuard
@@ -74,12 +74,17 @@ def vocabulary_problems(model: Any, added: Any) -> Iterator[str]:
         texts, ids = [entry[0] for entry in found or () if isinstance(entry, list) and entry], []
     texts = [text for text in (*texts, *(entry.get("content") for entry in listed)) if isinstance(text, str)]
     ids = [index for index in (*ids, *(entry.get("id") for entry in listed)) if isinstance(index, int)]
+    yield from text_problems(texts)
+    if (last := max(ids, default=0)) >= MOST["vocab_size"]:
+        yield f"a token of it has the id {last}, more than any model's: copy the model's own tokenizer"
+
+
+def text_problems(texts: Sequence[str]) -> Iterator[str]:
+    """The problems of tokens that are too long, or too many."""
     if (longest := max(map(len, texts), default=0)) > LONGEST_TOKEN:
         yield f"a token of it has {longest} characters, more than {LONGEST_TOKEN}: copy the model's own tokenizer"
     if (size := len("".join(texts).encode("utf-8", "surrogatepass"))) > VOCABULARY_BYTES:
         yield f"its tokens have {size} bytes, more than {VOCABULARY_BYTES}: copy the model's own tokenizer"
-    if (last := max(ids, default=0)) >= MOST["vocab_size"]:
-        yield f"a token of it has the id {last}, more than any model's: copy the model's own tokenizer"
 
 
 def parts(component: Any) -> Iterator[Mapping[str, Any]]:

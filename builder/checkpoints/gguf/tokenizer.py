@@ -12,6 +12,7 @@ from tokenizers import Tokenizer as TokenizerJson
 from ....models.errors import CheckpointError, shown
 from ....models.fields import MOST
 from ....runtime.text.tokenizer import SETTINGS, TEMPLATE, TOKENIZER, Tokenizer
+from ....runtime.text.tokenizer_check import text_problems
 from ....runtime.text.tokenizer_worker import is_failure
 from ...sentencepiece import CONTROL, USER_DEFINED, Piece, Pieces, put_around, tokenizer_of
 from .metadata import AGAIN, Metadata
@@ -61,6 +62,8 @@ def tokenizer_in(metadata: Metadata) -> TokenizerJson:
     while count > 1 and kinds[count - 1] in (UNUSED, UNKNOWN) and tokens[count - 1] == f"[PAD{count - 1}]":
         count -= 1  # rows of the embedding that belong to no token of the model's own tokenizer
     tokens, kinds = tokens[:count], kinds[:count]
+    for problem in text_problems(tokens):
+        raise CheckpointError(f"{metadata.file}: its tokenizer cannot be used: {problem}")
     if len(set(tokens)) < count:
         raise CheckpointError(f"{metadata.file}: its vocabulary has a token twice; {AGAIN}")
     kind = metadata.need(f"{PREFIX}model", str)
