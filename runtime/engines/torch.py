@@ -53,8 +53,8 @@ class TorchKVCache(ScoringKVCache):
         width, columns = batch.mask.shape
         mask = np.zeros((1, 1, width, self.length + columns), np.float32)
         mask[0, 0, :, self.length :][~batch.mask] = bindings.MASKED
-        feeds = [torch.from_numpy(array) for array in (batch.token_ids[None], batch.position_ids[None], mask)]
-        scored = self._engine.model(*feeds, self.buffer, start, torch.from_numpy(batch.output_rows))
+        feeds = [torch.tensor(array) for array in (batch.token_ids[None], batch.position_ids[None], mask)]
+        scored = self._engine.model(*feeds, self.buffer, start, torch.tensor(batch.output_rows))
         return output_of({name: value.numpy() for name, value in self._engine.outputs(scored).items()})
 
     def _allocate(self, capacity: int) -> None:
