@@ -79,6 +79,7 @@ class AsyncLLM(EngineThread):
         max_running = min(max_running, llm.max_running or max_running)
         scheduler: Scheduler[Request] = Scheduler(max_running, max_waiting)
         pace = Pace(llm.costs, max_pause_ms)
+        llm.grammars.open()  # nobody waits for it yet
         self._shared = llm.share(max_running, kv_cache_bytes, prefix_cache_slots)
         drafts, slots = DraftBudget(Drift(llm.costs)), self._shared.budget
         loop: Loop[Request, StreamChunk] = Loop(scheduler, self._shared.pools, slots, pace, drafts.observe_pass)

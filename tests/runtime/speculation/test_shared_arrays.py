@@ -14,13 +14,13 @@ from draftwood.runtime.speculation.planning.cost import HostCosts, PassCosts
 from draftwood.runtime.speculation.planning.estimate import tree_steps
 from draftwood.runtime.speculation.planning.prices import prices_of
 
+COSTS, HOSTS = PassCosts((1, 8), (64,), ((1.0, 2.0),)), (HostCosts(0.0, 0.0, 0.0),)
 SHARED: dict[str, Callable[[], NDArray[Any]]] = {
     "rows": lambda: every_row(4),
     "mask": lambda: causal_mask(4),
     "steps": lambda: tree_steps(10, 10, TREES),
-    "prices": lambda: prices_of(*[PassCosts((1, 8), (64,), ((1.0, 2.0),))] * 2, None, HOSTS, TREES, 9, 9, 1).seconds,
+    "prices": lambda: prices_of(COSTS, COSTS, None, HOSTS, TREES, 9, 9, 1).seconds,
 }
-HOSTS = (HostCosts(0.0, 0.0, 0.0),)
 
 
 @pytest.mark.parametrize("name", SHARED)
