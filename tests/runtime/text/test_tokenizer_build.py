@@ -149,6 +149,16 @@ def test_tokens_that_only_files_beside_a_tokenizer_json_list_are_added(tmp_path:
     assert ours == wanted and 300 in ours
 
 
+def test_thousands_of_added_tokens_are_added_together(tmp_path: Path) -> None:
+    """One by one they took a quarter of an hour: each addition looks at all."""
+    source = tmp_path / "in"
+    train(source, "bpe")
+    (source / ADDED).write_text(json.dumps({f"<|{index}|>": 340 + index for index in range(30_000)}))
+    (tmp_path / "out").mkdir()
+    ours = convert_tokenizer(source, tmp_path / "out")
+    assert ours.encode("<|0|><|29999|>", add_special_tokens=False)[-1] == 340 + 29_999
+
+
 def test_added_tokens_of_another_model_are_refused(tmp_path: Path) -> None:
     source = write_tokenizer(tmp_path / "in", 300)
     (tmp_path / "out").mkdir()
