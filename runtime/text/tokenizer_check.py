@@ -32,12 +32,18 @@ AROUND = ("ByteLevel", "TemplateProcessing", "RobertaProcessing", "BertProcessin
 
 
 def problems(content: Mapping[str, Any]) -> Iterator[str]:
-    """The known problems of a tokenizer's JSON, each with its fix. The library refuses JSON of an unknown form."""
-    model = content.get("model")
-    yield from vocabulary_problems(model, content.get("added_tokens"))
-    if isinstance(model, dict) and isinstance(prefix := model.get("continuing_subword_prefix"), str) and prefix:
-        for merge in model.get("merges") or ():
-            second = merge.split(" ")[-1] if isinstance(merge, str) else merge[-1] if merge else None
+    """The known problems of a tokenizer's JSON, each with its fix. The library also reads lists in the place of
+    objects; where that would hide something, an object is demanded."""
+    model, added = content.get("model"), content.get("added_tokens") or []
+    if not isinstance(model, dict) or not isinstance(added, list) or not all(isinstance(each, dict) for each in added):
+        yield "its model, or one of its added tokens, is no object: copy the model's own tokenizer"
+        return
+    yield from vocabulary_problems(model, added)
+    if isinstance(prefix := model.get("continuing_subword_prefix"), str) and prefix:
+        merges = model.get("merges")
+        for merge in merges if isinstance(merges, list) else ():
+            parted = merge.split(" ") if isinstance(merge, str) else merge
+            second = parted[-1] if isinstance(parted, list) and parted else None
             if not isinstance(second, str) or not second.startswith(prefix):
                 yield (
                     f"the merge {merge!r} continues a word without the prefix {prefix!r}: correct the merge or "
@@ -64,19 +70,24 @@ def problems(content: Mapping[str, Any]) -> Iterator[str]:
     yield from around_problems(content.get("post_processor"))
 
 
-def vocabulary_problems(model: Any, added: Any) -> Iterator[str]:
+def vocabulary_problems(model: Mapping[str, Any], added: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     """The problems of tokens that are too long, too many, or have ids beyond any model's."""
-    found = model.get("vocab") if isinstance(model, dict) else None
-    listed = [entry for entry in added if isinstance(entry, dict)] if isinstance(added, list) else []
+    found = model.get("vocab")
     if isinstance(found, dict):
         texts, ids = list(found), [*found.values()]
     else:  # of a unigram model: pairs of a text and a score
-        texts, ids = [entry[0] for entry in found or () if isinstance(entry, list) and entry], []
-    texts = [text for text in (*texts, *(entry.get("content") for entry in listed)) if isinstance(text, str)]
-    ids = [index for index in (*ids, *(entry.get("id") for entry in listed)) if isinstance(index, int)]
+        texts, ids = unigram_texts(found), []
+    texts = [text for text in (*texts, *(entry.get("content") for entry in added)) if isinstance(text, str)]
+    ids = [index for index in (*ids, *(entry.get("id") for entry in added)) if isinstance(index, int)]
     yield from text_problems(texts)
     if (last := max(ids, default=0)) >= MOST["vocab_size"]:
         yield f"a token of it has the id {last}, more than any model's: copy the model's own tokenizer"
+
+
+def unigram_texts(vocabulary: Any) -> list[str]:
+    """The texts of a list of pairs of text and score."""
+    pairs = vocabulary if isinstance(vocabulary, list) else []
+    return [pair[0] for pair in pairs if isinstance(pair, list) and pair and isinstance(pair[0], str)]
 
 
 def text_problems(texts: Sequence[str]) -> Iterator[str]:
@@ -88,17 +99,15 @@ def text_problems(texts: Sequence[str]) -> Iterator[str]:
 
 
 def parts(component: Any) -> Iterator[Mapping[str, Any]]:
-    """The single components of a component, also those inside nested sequences."""
-    waiting = [component]
+    """The single components of a component, also those inside nested sequences; an empty one for what is no object."""
+    waiting = [] if component is None else [component]
     while waiting:
         part = waiting.pop()
-        if not isinstance(part, dict):
-            continue
-        if part.get("type") == "Sequence":
+        if isinstance(part, dict) and part.get("type") == "Sequence":
             nested = (part.get(name) for name in ("normalizers", "pretokenizers", "decoders", "processors"))
             waiting += chain.from_iterable(each for each in nested if isinstance(each, list))
         else:
-            yield part
+            yield part if isinstance(part, dict) else {}
 
 
 def around_problems(post_processor: Any) -> Iterator[str]:
@@ -107,23 +116,22 @@ def around_problems(post_processor: Any) -> Iterator[str]:
     for part in parts(post_processor):
         if part.get("type") not in AROUND:
             yield f"its post-processor has a step {part.get('type')!r}, and {', '.join(AROUND)} are known: use these"
-        pieces, known = part.get("single"), part.get("special_tokens")
-        if part.get("type") != "TemplateProcessing" or not isinstance(pieces, list) or not isinstance(known, dict):
+        if part.get("type") != "TemplateProcessing":
             continue
-        texts = 0
-        for piece in filter(lambda piece: isinstance(piece, dict), pieces):
-            special, sequence = piece.get("SpecialToken"), piece.get("Sequence")
-            if isinstance(special, dict) and special.get("id") not in known:
-                yield f"its template names the special token {special.get('id')!r}: add it to special_tokens"
-                return
-            if isinstance(special, dict):
-                token = known[special["id"]]
-                added += len(token["ids"]) if isinstance(token, dict) and isinstance(token.get("ids"), list) else 0
-            if isinstance(sequence, dict):
-                texts += 1
-                if sequence.get("id") != "A":
-                    yield "its template for one text names a second one: leave the sequence B out of `single`"
-        if texts > 1:
+        try:
+            pieces = [next(iter(piece.items())) for piece in part["single"]]
+            texts = [piece["id"] for kind, piece in pieces if kind == "Sequence"]
+            around = [piece["id"] for kind, piece in pieces if kind != "Sequence"]
+            unknown = next((text for text in around if text not in part["special_tokens"]), None)
+            added += sum(len(part["special_tokens"][text]["ids"]) for text in around if unknown is None)
+        except (AttributeError, IndexError, KeyError, StopIteration, TypeError):
+            yield "its template is damaged: copy the model's own tokenizer"
+            continue
+        if unknown is not None:
+            yield f"its template names the special token {unknown!r}: add it to special_tokens"
+        if "B" in texts:
+            yield "its template for one text names a second one: leave the sequence B out of `single`"
+        if len(texts) > 1:
             yield "its template for one text writes the text more than once: leave one sequence A in `single`"
     if added > MOST_ADDED:
         yield f"its template puts {added} special tokens around a text, more than {MOST_ADDED}: leave some out"
@@ -183,7 +191,6 @@ def merges_quickly(model: Any) -> bool:
         return False
     kind = model.get("type", "BPE" if "merges" in model else None)  # older files do not name it
     if kind == "Unigram":
-        texts = (entry[0] for entry in model.get("vocab") or () if isinstance(entry, list) and entry)
-        return max((len(text) for text in texts if isinstance(text, str)), default=0) <= LONGEST_UNIGRAM
+        return max(map(len, unigram_texts(model.get("vocab"))), default=0) <= LONGEST_UNIGRAM
     around = (model.get("continuing_subword_prefix"), model.get("end_of_word_suffix"))
     return kind in ("BPE", "WordLevel") and all(not text or is_short(text) for text in around)

@@ -4,7 +4,7 @@ process."""
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from threading import Event, Timer
 from typing import Any
@@ -18,7 +18,7 @@ from draftwood.builder.checkpoints.gguf.splits import SPLITS
 from draftwood.models.errors import BundleError, RequestError
 from draftwood.runtime.text.split_patterns import is_linear
 from draftwood.runtime.text.tokenizer import TOKENIZER, Tokenizer
-from draftwood.runtime.text.tokenizer_check import LONGEST_TOKEN, VOCABULARY_BYTES, is_proved
+from draftwood.runtime.text.tokenizer_check import LONGEST_TOKEN, VOCABULARY_BYTES, is_proved, problems
 
 LETTERS: dict[str, Any] = {"type": "BPE", "vocab": {"q": 0, "y": 1, "a": 2, "Ж": 3, "qq": 4}, "merges": ["q q"]}
 BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
@@ -59,6 +59,14 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "a decoder of CTC": (
         {"decoder": {"type": "CTC", "pad_token": "", "word_delimiter_token": "", "cleanup": True}},
         "CTC",
+    ),
+    "a decoder as a list": ({"decoder": ["Sequence", [replacing("e", "e" * 100)]]}, "step None"),
+    "a model as a list": ({"model": ["BPE", {"a": 0}, []]}, "is no object"),
+    "an added token as a list": ({"added_tokens": [[4, "A"]]}, "is no object"),
+    "a template of lists": ({"post_processor": template({"Sequence": ["A", 0]}, {"Sequence": ["A", 0]})}, "is damaged"),
+    "a token of a template with a list for a name": (
+        {"post_processor": template({"SpecialToken": {"id": [], "type_id": 0}})},
+        "is damaged",
     ),
     "a million steps": ({"normalizer": many("normalizers", {"type": "NFC"}, 1000)}, "more than 32 steps"),
     "a template that writes the text twice": ({"post_processor": TEXT_TWICE}, "more than once"),
@@ -190,6 +198,7 @@ NOT_PROVED: dict[str, dict[str, Any]] = {
     "compatible forms": {"normalizer": {"type": "NFKC"}},  # 18 characters for U+FDFA
     "two steps that grow": {"normalizer": many("normalizers", {"type": "NFD"}, 2)},
     "a text of nothing replaced": {"normalizer": replacing("", "ab")},
+    "a list in the place of a step": {"normalizer": ["Replace", {"String": "x"}, "xx"]},
     "a step without a kind": {"normalizer": {"normalizers": [{"type": "NFC"}]}},
     "long pieces of a unigram model": {"model": {"type": "Unigram", "unk_id": 0, "vocab": [["a" * 999, -1.0]]}},
     "a long prefix": {"model": BPE | {"continuing_subword_prefix": "#" * 999}},
@@ -203,3 +212,35 @@ def test_what_may_take_more_is_not_proved(name: str) -> None:
 
 def test_only_whole_units_are_linear() -> None:
     assert is_linear(r"\p{N}|\s+(?!\S)|\s+") and not is_linear("") and not is_linear(r"\p{N}|")
+
+
+VALUES: list[Any] = [None, True, 0, -1, 2**70, 1.5, "", "A", [], [[]], ["A", 0], {}, {"type": []}, {"id": {}}]
+
+
+def places(content: Any) -> Iterator[tuple[Any, Any]]:
+    """Every value within, as its container and its name or number there."""
+    for key, value in list(content.items()) if isinstance(content, dict) else list(enumerate(content)):
+        yield content, key
+        if isinstance(value, dict | list):
+            yield from places(value)
+
+
+def test_no_value_at_any_place_is_more_than_refused() -> None:
+    """A file in which one value is another one has problems or none: nothing else is raised."""
+    around = template(S, A) | {"special_tokens": {"s": {"id": "s", "ids": [0], "tokens": ["q"]}}}
+    content: dict[str, Any] = {
+        "added_tokens": [{"id": 4, "content": "A", "normalized": False, **ADDED}],
+        "normalizer": many("normalizers", replacing("x", "y"), 1),
+        "pre_tokenizer": sequence("pretokenizers", splitting(r"\p{N}"), BYTE_LEVEL),
+        "post_processor": sequence("processors", around),
+        "decoder": sequence("decoders", replacing("x", "y"), {"type": "BPEDecoder", "suffix": "w"}),
+        "model": BPE | {"continuing_subword_prefix": "b", "merges": [["a", "b"]]},
+    }
+    assert not list(problems(content)) and is_proved(content)
+    for container, key in places(content):
+        before = container[key]
+        for value in VALUES:
+            container[key] = value
+            if not list(problems(content)):
+                is_proved(content)
+        container[key] = before
