@@ -11,7 +11,7 @@ from tokenizers import Tokenizer as TokenizerJson
 
 from ..models.errors import CheckpointError
 from ..models.fields import MOST
-from ..runtime.text.tokenizer_check import text_problems
+from ..runtime.text.tokenizer_check import UNIGRAM_BYTES, VOCABULARY_BYTES, text_problems
 
 SPACE = "▁"  # SentencePiece writes a space as this letter
 UNIGRAM, BPE = 1, 2  # sentencepiece_model.proto, TrainerSpec.ModelType
@@ -77,7 +77,8 @@ def tokenizer_of(model: Pieces) -> TokenizerJson:
 
     A piece that a user defined is never cut. A unigram model sees to that by the scores. Of BPE, where no merges may
     lead to them, such pieces become added tokens. Raises CheckpointError for pieces that no training wrote."""
-    for problem in text_problems([piece.text for piece in model.pieces]):
+    most = UNIGRAM_BYTES if model.unigram else VOCABULARY_BYTES
+    for problem in text_problems([piece.text for piece in model.pieces], most):
         raise CheckpointError(f"the vocabulary cannot be used: {problem}")
     tokenizer = TokenizerJson(unigram_model(model) if model.unigram else bpe_model(model))
     first = model.prefix and model.once

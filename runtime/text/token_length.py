@@ -35,8 +35,9 @@ def longest_token(backend: TokenizerJson) -> int | None:
 
 
 def parts(component: Any) -> Iterator[Mapping[str, Any]]:
-    """The components of a normalizer, pre-tokenizer or decoder, in the form of tokenizer.json."""
-    return tokenizer_check.parts(None if component is None else json.loads(component.__getstate__()))
+    """The single components of a normalizer, pre-tokenizer or decoder, in the form of tokenizer.json."""
+    found = tokenizer_check.parts(None if component is None else json.loads(component.__getstate__()))
+    return (part for part in found if part["type"] != "Sequence")
 
 
 def keeps_length(normalizer: Mapping[str, Any]) -> bool:

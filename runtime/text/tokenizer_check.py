@@ -20,15 +20,16 @@ MOST_STEPS = 32  # of a normalizer, pre-tokenizer, post-processor or decoder; pu
 MOST_ADDED = 32  # special tokens around a text
 MOST_GROWTH = 4  # times as many characters: what the library itself does to the characters of bytes
 LONGEST_TOKEN, LONGEST_UNIGRAM = 1024, 128  # characters; published ones have 128, and of unigram models 16
-VOCABULARY_BYTES = 1 << 23  # of all tokens; 262,144 tokens have 2.5 MB, of which a unigram model makes 0.8 GB
+VOCABULARY_BYTES, UNIGRAM_BYTES = 1 << 23, 1 << 22  # of all tokens; of each byte a unigram model makes up to 340
 LONGEST_TEXT = 64  # characters of what a step looks for or puts before a text
 # The most characters that a step writes for one.
-NORMALIZERS = {"NFC": 3, "NFD": 4, "Lowercase": 3, "Strip": 1, "StripAccents": 1, "Prepend": 1}
-DECODERS = dict.fromkeys(("ByteLevel", "ByteFallback", "Fuse", "Strip", "Metaspace", "WordPiece", "BPEDecoder"), 1)
+NORMALIZERS = {"Sequence": 1, "NFC": 3, "NFD": 4, "Lowercase": 3, "Strip": 1, "StripAccents": 1, "Prepend": 1}
+TEXTUAL = ("ByteLevel", "ByteFallback", "Fuse", "Strip", "Metaspace", "WordPiece", "BPEDecoder")
+DECODERS = dict.fromkeys(("Sequence", *TEXTUAL), 1)
 # Steps of pre-tokenizers that only cut a text, and those that also write bytes as letters, or blanks.
-SPLITTERS = ("Split", "Digits", "Punctuation", "Whitespace", "WhitespaceSplit", "CharDelimiterSplit", "FixedLength")
+CUTTERS = ("Sequence", "Digits", "Punctuation", "Whitespace", "WhitespaceSplit", "CharDelimiterSplit", "FixedLength")
 WRITERS = ("ByteLevel", "Metaspace")
-AROUND = ("ByteLevel", "TemplateProcessing", "RobertaProcessing", "BertProcessing")
+AROUND = ("Sequence", "ByteLevel", "TemplateProcessing", "RobertaProcessing", "BertProcessing")
 
 
 def problems(content: Mapping[str, Any]) -> Iterator[str]:
@@ -79,7 +80,7 @@ def vocabulary_problems(model: Mapping[str, Any], added: Sequence[Mapping[str, A
         texts, ids = unigram_texts(found), []
     texts = [text for text in (*texts, *(entry.get("content") for entry in added)) if isinstance(text, str)]
     ids = [index for index in (*ids, *(entry.get("id") for entry in added)) if isinstance(index, int)]
-    yield from text_problems(texts)
+    yield from text_problems(texts, UNIGRAM_BYTES if isinstance(found, list) else VOCABULARY_BYTES)
     if (last := max(ids, default=0)) >= MOST["vocab_size"]:
         yield f"a token of it has the id {last}, more than any model's: copy the model's own tokenizer"
 
@@ -90,24 +91,24 @@ def unigram_texts(vocabulary: Any) -> list[str]:
     return [pair[0] for pair in pairs if isinstance(pair, list) and pair and isinstance(pair[0], str)]
 
 
-def text_problems(texts: Sequence[str]) -> Iterator[str]:
-    """The problems of tokens that are too long, or too many."""
+def text_problems(texts: Sequence[str], most: int = VOCABULARY_BYTES) -> Iterator[str]:
+    """The problems of tokens that are too long, or have more than `most` bytes together."""
     if (longest := max(map(len, texts), default=0)) > LONGEST_TOKEN:
         yield f"a token of it has {longest} characters, more than {LONGEST_TOKEN}: copy the model's own tokenizer"
-    if (size := len("".join(texts).encode("utf-8", "surrogatepass"))) > VOCABULARY_BYTES:
-        yield f"its tokens have {size} bytes, more than {VOCABULARY_BYTES}: copy the model's own tokenizer"
+    if (size := len("".join(texts).encode("utf-8", "surrogatepass"))) > most:
+        yield f"its tokens have {size} bytes, more than {most}: copy the model's own tokenizer"
 
 
 def parts(component: Any) -> Iterator[Mapping[str, Any]]:
-    """The single components of a component, also those inside nested sequences; an empty one for what is no object."""
+    """A component and, where it is a sequence, those inside; an empty one for what is no object."""
     waiting = [] if component is None else [component]
     while waiting:
-        part = waiting.pop()
-        if isinstance(part, dict) and part.get("type") == "Sequence":
+        found = waiting.pop()
+        part = found if isinstance(found, dict) else {}
+        yield part
+        if part.get("type") == "Sequence":
             nested = (part.get(name) for name in ("normalizers", "pretokenizers", "decoders", "processors"))
             waiting += chain.from_iterable(each for each in nested if isinstance(each, list))
-        else:
-            yield part if isinstance(part, dict) else {}
 
 
 def around_problems(post_processor: Any) -> Iterator[str]:
@@ -178,7 +179,7 @@ def splits_quickly(part: Mapping[str, Any]) -> bool:
     """Whether a step of a pre-tokenizer only cuts a text, or writes bytes as letters or blanks as such, in a time that
     grows with the text's length."""
     if part.get("type") != "Split":
-        return part.get("type") in (*SPLITTERS, *WRITERS)
+        return part.get("type") in (*CUTTERS, *WRITERS)
     pattern = part.get("pattern")
     if not isinstance(pattern, dict):
         return False

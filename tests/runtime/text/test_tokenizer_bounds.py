@@ -18,7 +18,7 @@ from draftwood.builder.checkpoints.gguf.splits import SPLITS
 from draftwood.models.errors import BundleError, RequestError
 from draftwood.runtime.text.split_patterns import is_linear
 from draftwood.runtime.text.tokenizer import TOKENIZER, Tokenizer
-from draftwood.runtime.text.tokenizer_check import LONGEST_TOKEN, VOCABULARY_BYTES, is_proved, problems
+from draftwood.runtime.text.tokenizer_check import LONGEST_TOKEN, UNIGRAM_BYTES, is_proved, problems
 
 LETTERS: dict[str, Any] = {"type": "BPE", "vocab": {"q": 0, "y": 1, "a": 2, "Ж": 3, "qq": 4}, "merges": ["q q"]}
 BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
@@ -69,6 +69,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         "is damaged",
     ),
     "a million steps": ({"normalizer": many("normalizers", {"type": "NFC"}, 1000)}, "more than 32 steps"),
+    "as many empty ones": (
+        {"decoder": many("decoders", sequence("decoders"), 1000)},
+        "decoder has more than 32 steps",
+    ),
     "a template that writes the text twice": ({"post_processor": TEXT_TWICE}, "more than once"),
     "the same, many times": ({"post_processor": many("processors", TEXT_TWICE)}, "more than once"),
     "a template of many special tokens": ({"post_processor": MANY_AROUND}, "puts 99 special tokens"),
@@ -85,7 +89,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {
             "model": {
                 "type": "Unigram",
-                "vocab": [[f"{index:01000d}", -1.0] for index in range(VOCABULARY_BYTES // 1000 + 1)],
+                "vocab": [[f"{index:01000d}", -1.0] for index in range(UNIGRAM_BYTES // 1000 + 1)],
             }
         },
         "bytes, more than",
