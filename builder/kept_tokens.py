@@ -63,7 +63,7 @@ def frequencies(tokenizer: Tokenizer, vocab_size: int, file: Path) -> NDArray[np
     """How often each token occurs in a file of text, or in the strings of a file of JSON lines, int64 [V]. Raises
     ConfigError where the file cannot be read."""
     try:
-        content = read_plain(file, MOST_TEXT).decode("utf-8")
+        content = read_plain(file, MOST_TEXT).decode("utf-8-sig")
         texts = strings_of_lines(content) if file.suffix.lower() in LINES else iter([content])
         counts = np.zeros(vocab_size, np.int64)
         for piece in pieces(texts):

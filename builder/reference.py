@@ -35,7 +35,7 @@ class Reference:
         tables = rope_tables(config, int(rows.positions.max(initial=0)) + 1)
         cosine, sine = (torch.from_numpy(table[rows.positions]) for table in tables)
         self._rotary = Rotary(cosine[None, None], sine[None, None])
-        self._mask = torch.from_numpy(rows.mask)
+        self._mask = torch.tensor(rows.mask)
         embedded = np.asarray(tensor(EMBEDDING_WEIGHT)[rows.tokens], np.float32)
         self._rows = scaled(torch.from_numpy(embedded)[None], self._network.embedding_multiplier)
 

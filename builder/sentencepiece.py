@@ -10,11 +10,13 @@ from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tok
 from tokenizers import Tokenizer as TokenizerJson
 
 from ..models.errors import CheckpointError
+from ..models.fields import MOST
+from ..runtime.text.tokenizer_check import UNIGRAM_BYTES, VOCABULARY_BYTES, text_problems
 
 SPACE = "▁"  # SentencePiece writes a space as this letter
 UNIGRAM, BPE = 1, 2  # sentencepiece_model.proto, TrainerSpec.ModelType
 CONTROL, USER_DEFINED, BYTE = 3, 4, 6  # SentencePiece.Type
-MOST_CHARACTERS, MOST_PIECE = 1 << 24, 1024  # of all pieces, and of one: the ways to cut them are counted out
+MOST_MERGED = 1 << 24  # characters that all merges lead to; those of 262,144 pieces lead to 4 million
 
 
 class Piece(NamedTuple):
@@ -49,6 +51,8 @@ def read_sentencepiece(file: Path) -> Pieces:
         raise CheckpointError(f"{file} is no SentencePiece model: copy it again") from error
     if not proto.pieces:
         raise CheckpointError(f"{file} holds no tokens: copy it again")
+    if len(proto.pieces) > MOST["vocab_size"]:
+        raise CheckpointError(f"{file} holds {len(proto.pieces)} tokens, more than any model has: copy it again")
     if proto.normalizer_spec.precompiled_charsmap or proto.trainer_spec.treat_whitespace_as_suffix:
         raise CheckpointError(
             f"{file} rewrites characters or spaces in a way this converter does not know: load the "
@@ -72,12 +76,16 @@ def tokenizer_of(model: Pieces) -> TokenizerJson:
     """LLaMA-1/2's tokenizer: BPE or unigram over raw text with byte fallback. Control pieces are special tokens.
 
     A piece that a user defined is never cut. A unigram model sees to that by the scores. Of BPE, where no merges may
-    lead to them, such pieces become added tokens."""
+    lead to them, such pieces become added tokens. Raises CheckpointError for pieces that no training wrote."""
+    most = UNIGRAM_BYTES if model.unigram else VOCABULARY_BYTES
+    for problem in text_problems([piece.text for piece in model.pieces], most):
+        raise CheckpointError(f"the vocabulary cannot be used: {problem}")
     tokenizer = TokenizerJson(unigram_model(model) if model.unigram else bpe_model(model))
     first = model.prefix and model.once
     steps: list[normalizers.Normalizer] = [normalizers.Prepend(SPACE)] if model.prefix and not first else []
     if model.strip:
-        steps = [normalizers.Replace(Regex(r"\A +| +\z"), ""), normalizers.Replace(Regex(" {2,}"), " "), *steps]
+        # In this order each takes a time that grows with the text: at the end, " +" tries every run from each blank.
+        steps = [normalizers.Replace(Regex(" {2,}"), " "), normalizers.Replace(Regex(r"\A | \z"), ""), *steps]
     tokenizer.normalizer = normalizers.Sequence([*steps, normalizers.Replace(" ", SPACE)])
     if model.unigram or first:
         tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(SPACE, "first" if first else "never", split=False)
@@ -110,25 +118,23 @@ def unigram_model(model: Pieces) -> models.Model:
 
 
 def bpe_model(model: Pieces) -> models.Model:
-    """A piece is the merge of any two pieces it consists of; better scores merge first. Raises CheckpointError for
-    pieces so long that no training wrote them."""
-    lengths = [len(piece.text) for piece in model.pieces]
-    if sum(lengths) > MOST_CHARACTERS or max(lengths) > MOST_PIECE:
-        raise CheckpointError(
-            f"the vocabulary's longest token has {max(lengths)} characters and all have {sum(lengths)}, more than "
-            f"{MOST_PIECE} and {MOST_CHARACTERS}: copy the model's own tokenizer"
-        )
+    """A piece is the merge of any two pieces it consists of; better scores merge first. Raises CheckpointError for more
+    merges than any training leads to."""
     vocabulary = {piece.text: index for index, piece in enumerate(model.pieces)}
-    merges = []
+    merges, merged = list[tuple[float, tuple[int, int]]](), 0
     for text, score, _ in model.pieces:
-        splits = [(text[:cut], text[cut:]) for cut in range(1, len(text))]
-        known = [split for split in splits if split[0] in vocabulary and split[1] in vocabulary]
-        known.sort(key=lambda split: (vocabulary[split[0]], vocabulary[split[1]]))
+        splits = ((vocabulary.get(text[:cut]), vocabulary.get(text[cut:])) for cut in range(1, len(text)))
+        known = sorted((first, second) for first, second in splits if first is not None and second is not None)
         merges += [(score, split) for split in known]
+        if (merged := merged + len(known) * len(text)) > MOST_MERGED:
+            raise CheckpointError(
+                f"the tokens of the vocabulary can be cut in too many ways, into more than {MOST_MERGED} characters: "
+                "copy the model's own tokenizer"
+            )
     merges.sort(key=lambda merge: -merge[0])
     return models.BPE(
         vocabulary,
-        [split for _, split in merges],
+        [(model.pieces[first].text, model.pieces[second].text) for _, (first, second) in merges],
         unk_token=model.pieces[model.unknown].text,
         fuse_unk=True,
         byte_fallback=has_bytes(model),

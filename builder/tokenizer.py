@@ -3,8 +3,9 @@ format."""
 
 from __future__ import annotations
 
+import json
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from tokenizers import AddedToken
 from tokenizers import Tokenizer as TokenizerJson
 
 from ..models.errors import BundleError, CheckpointError, ConfigError, shown
-from ..models.plain_files import MOST_JSON, MOST_TOKENIZER, check_plain
+from ..models.plain_files import MOST_JSON, MOST_TOKENIZER, check_plain, parse_object, read_plain
 from ..runtime.text.tokenizer import SETTINGS, TEMPLATE, TOKENIZER, Tokenizer, read_settings, special_tokens
 from .sentencepiece import put_around, read_sentencepiece, tokenizer_of
 
@@ -24,9 +25,9 @@ def convert_tokenizer(source: Path, destination: Path) -> Tokenizer:
     """Write a checkpoint's tokenizer into a folder, and open it there. Raises CheckpointError naming the fix."""
     try:
         for name in TOKENIZER_FILES:
-            check_plain_file(source / name, MOST_TOKENIZER if name in (TOKENIZER, SENTENCEPIECE) else MOST_JSON)
+            check_plain_file(source / name, MOST_TOKENIZER if name == TOKENIZER else MOST_JSON)
         if (source / TOKENIZER).is_file():
-            shutil.copyfile(source / TOKENIZER, destination / TOKENIZER)
+            copy_with_added(source, destination)
         elif (source / SENTENCEPIECE).is_file():
             from_sentencepiece(source).save(str(destination / TOKENIZER))
         else:
@@ -39,6 +40,52 @@ def convert_tokenizer(source: Path, destination: Path) -> Tokenizer:
         return Tokenizer.load(destination)
     except BundleError as error:  # Tokenizer raises errors of bundles, but here the checkpoint is wrong
         raise CheckpointError(f"the tokenizer of {source} cannot be used: {error}") from error
+
+
+def copy_with_added(source: Path, destination: Path) -> None:
+    """Copy tokenizer.json with the added tokens that only the files beside it list, as transformers adds them."""
+    shutil.copyfile(source / TOKENIZER, destination / TOKENIZER)
+    settings = read_settings(source / SETTINGS)
+    listed = [*sorted(added_tokens(source, settings).items()), *((None, token) for token in named_tokens(settings))]
+    if not listed:
+        return
+    try:
+        content = parse_object(read_plain(source / TOKENIZER, MOST_TOKENIZER), strict=True)
+        vocabulary, added = content["model"]["vocab"], content["added_tokens"]
+        known = vocabulary if isinstance(vocabulary, dict) else {text: at for at, (text, _) in enumerate(vocabulary)}
+        there, count = {entry["content"] for entry in added}, len(added)
+        last = max((*known.values(), *(entry["id"] for entry in added)), default=-1)
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise CheckpointError(f"{source / TOKENIZER} is not readable ({error!r}): copy it again") from error
+    for index, token in listed:
+        if token.content in there:
+            continue
+        own = known.get(token.content, last + 1)
+        if index not in (None, own):
+            raise other_model(source, token.content, index, f"would have {own} behind those of {TOKENIZER}")
+        flags = {name: getattr(token, name) for name in ("lstrip", "normalized", "rstrip", "single_word", "special")}
+        added.append({"id": own, "content": token.content, **flags})
+        there.add(token.content)
+        last = max(last, own)
+    if len(added) > count:
+        (destination / TOKENIZER).write_text(json.dumps(content, ensure_ascii=False), encoding="utf-8")
+
+
+def named_tokens(settings: Mapping[str, Any]) -> Iterator[AddedToken]:
+    """The special tokens that tokenizer_config.json lists by name, or without one, beyond the usual four."""
+    for name in ("extra_special_tokens", "additional_special_tokens"):
+        listed = settings.get(name) or ()
+        for token in listed.values() if isinstance(listed, dict) else listed:
+            text = token.get("content") if isinstance(token, dict) else token
+            if isinstance(text, str) and text:
+                yield AddedToken(text, normalized=False, special=True)
+
+
+def other_model(folder: Path, text: str, index: int | None, found: str) -> CheckpointError:
+    return CheckpointError(
+        f"{folder}: the added token {text!r} has id {index}, but {found}: the two files belong to different models, "
+        "copy both again"
+    )
 
 
 def check_plain_file(file: Path, most: int) -> None:
@@ -91,14 +138,13 @@ def from_sentencepiece(folder: Path) -> TokenizerJson:
     prefix, legacy = switched(settings, "add_prefix_space", True), switched(settings, "legacy", True)
     model = read_sentencepiece(folder / SENTENCEPIECE)
     tokenizer = tokenizer_of(model._replace(prefix=model.prefix and prefix, once=not legacy))
-    for index, token in sorted(added_tokens(folder, settings).items()):
-        add = tokenizer.add_special_tokens if token.special else tokenizer.add_tokens
-        add([token])
+    added = added_tokens(folder, settings)
+    tokenizer.add_tokens(
+        [added[index] for index in sorted(added)]
+    )  # together: each call takes a time that grows with all
+    for index, token in sorted(added.items()):
         if tokenizer.token_to_id(token.content) != index:
-            raise CheckpointError(
-                f"{folder}: the added token {token.content!r} has id {index}, but {SENTENCEPIECE} has "
-                f"{len(model.pieces)} pieces: the two files belong to different models, copy both again"
-            )
+            raise other_model(folder, token.content, index, f"{SENTENCEPIECE} has {len(model.pieces)} pieces")
     special, around = special_tokens(settings), dict[str, str | None]()
     for name, default, wanted in (("bos", "<s>", True), ("eos", "</s>", False)):
         text = special.get(f"{name}_token", default)
@@ -115,7 +161,7 @@ def switched(settings: Mapping[str, Any], name: str, otherwise: bool) -> bool:
 
 
 def added_tokens(folder: Path, settings: dict[str, Any]) -> dict[int, AddedToken]:
-    """Tokens that were added after the training of the SentencePiece model, by id; one of two files lists them."""
+    """Tokens that were added after the tokenizer's training, by id; one of two files lists them."""
     try:
         found = {
             int(index): AddedToken(text, normalized=False, special=False)

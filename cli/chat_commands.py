@@ -241,7 +241,7 @@ def load(state: ChatState, argument: str) -> Reply:
         raise RequestError("/load needs the name of a file: write /load conversation.json")
     file = Path(os.path.expanduser(argument))
     try:
-        messages = parse(read_plain(file, LARGEST_FILE).decode("utf-8"))
+        messages = parse(read_plain(file, LARGEST_FILE).decode("utf-8-sig"))
     except OSError as error:
         raise RequestError(f"/load {file} cannot be read ({error.strerror}): give a file of /save") from error
     except ValueError as error:  # also a NUL in its name

@@ -14,7 +14,7 @@ from ..runtime.bundle.staging import advice
 def read(file: Path, option: str) -> str:
     """The text of an input file. Raises RequestError that names the option."""
     try:
-        return file.read_text(encoding="utf-8")
+        return file.read_text(encoding="utf-8-sig")  # editors of Windows put a byte order mark before a text
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
         raise RequestError(f"{option} {file} cannot be read ({reason}): give a text file in UTF-8") from error

@@ -1,5 +1,5 @@
 """draftwood: parses arguments, runs one command and turns errors into exit codes (2: bad input, 130: interrupted,
-141: nobody reads the output, 143: terminated; docs/building.md has all)."""
+141: nobody reads the output, 143: terminated, 129: its terminal was closed; docs/building.md has all)."""
 
 from __future__ import annotations
 

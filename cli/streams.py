@@ -78,7 +78,7 @@ def read_input() -> str:
         text.encode()  # in some locales Python reads bytes that are no UTF-8 as lone surrogates
     except (OSError, UnicodeError) as error:
         raise RequestError(f"standard input cannot be read ({error}): send UTF-8 text") from error
-    return text
+    return text.removeprefix("\ufeff")
 
 
 def unwritten(error: OSError | UnicodeEncodeError) -> RequestError | None:

@@ -8,12 +8,14 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+# The third comes when a terminal is closed; Windows has none.
+SIGNALS = (signal.SIGTERM, signal.SIGINT, getattr(signal, "SIGHUP", signal.SIGTERM))
 SAME_S = 1.0  # a signal that repeats within this time counts as one: timeout(1) sends its signal twice at once
 
 
 @contextmanager
 def termination_unwinds() -> Iterator[None]:
-    """End the block with SystemExit (143) at SIGTERM and with KeyboardInterrupt at Ctrl-C.
+    """End the block with SystemExit at SIGTERM (143) and SIGHUP (129), and with KeyboardInterrupt at Ctrl-C.
 
     Libraries may change such an exception: the import of an extension module turns it into an ImportError, and a
     callback may drop it. The block nevertheless ends with the exception of the signal. A repetition within a second is
@@ -31,7 +33,7 @@ def termination_unwinds() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    heeded = [number for number in (signal.SIGTERM, signal.SIGINT) if signal.getsignal(number) != signal.SIG_IGN]
+    heeded = [number for number in SIGNALS if signal.getsignal(number) != signal.SIG_IGN]
     before = {number: signal.signal(number, unwind) for number in heeded}
     try:
         yield

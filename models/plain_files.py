@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, NoReturn
 
 MOST_JSON = 16 << 20  # bytes of a file of settings
-MOST_TOKENIZER = 256 << 20  # bytes of tokenizer.json or tokenizer.model; the largest published ones have 35 MB
+MOST_TOKENIZER = 64 << 20  # bytes of tokenizer.json; the largest published ones have 35 MB
 
 
 def check_plain(file: Path, most: int | None = None) -> None:
@@ -54,13 +54,28 @@ def read_plain(file: Path, most: int, own: bool = False) -> bytes:
 def read_object(file: Path, most: int = MOST_JSON, own: bool = False) -> dict[str, Any]:
     """Read the object in a JSON file. own: see `read_plain`; such a file must hold finite numbers only. Raises as
     `read_plain` does, and ValueError for any other content."""
-    text = read_plain(file, most, own).decode("utf-8")
+    return parse_object(read_plain(file, most, own), own)
+
+
+def parse_object(text: bytes, strict: bool) -> dict[str, Any]:
+    """The object in a JSON text. strict: numbers are finite, and no object names a field twice, of which another parser
+    may take the other one. Raises ValueError."""
     try:
-        content = json.loads(text, parse_constant=refuse_constant if own else None)
+        if strict:
+            content = json.loads(text.decode(), parse_constant=refuse_constant, object_pairs_hook=unambiguous)
+        else:
+            content = json.loads(text.decode())
     except RecursionError as error:
         raise ValueError("it is nested too deep") from error
     if not isinstance(content, dict):
         raise ValueError("it holds no JSON object")
+    return content
+
+
+def unambiguous(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    content = dict(pairs)
+    if len(content) < len(pairs):
+        raise ValueError("an object of it names a field twice")
     return content
 
 

@@ -204,9 +204,9 @@ class LLM:
         """Format a conversation with the chat template. given_up: see ChatTemplate.render."""
         return write_conversation(self.tokenizer, messages, settings, given_up)
 
-    def encode_written(self, conversation: str) -> list[int]:
-        """Encode the output of `write_chat`. It already contains the special tokens."""
-        return self._encode(conversation, add_special_tokens=False)
+    def encode_written(self, conversation: str, given_up: Event | None = None) -> list[int]:
+        """Encode the output of `write_chat`. It already contains the special tokens. given_up: see `write_chat`."""
+        return self._encode(conversation, given_up, add_special_tokens=False)
 
     def plain_decoder(self) -> SpeculativeDecoder:
         """A plain decoder over the LLM's target, as the reference for speculative decoding."""
@@ -289,23 +289,23 @@ class LLM:
     ) -> None:
         self.close()
 
-    def encode(self, prompt: PromptType) -> list[int]:
-        """The tokens of a prompt. Raises RequestError like `generate`."""
+    def encode(self, prompt: PromptType, given_up: Event | None = None) -> list[int]:
+        """The tokens of a prompt. given_up: see `write_chat`. Raises RequestError like `generate`."""
         plain = plain_prompt(prompt)
-        return self._encode(plain) if isinstance(plain, str) else check_prompt(plain, self.bundle)
+        return self._encode(plain, given_up) if isinstance(plain, str) else check_prompt(plain, self.bundle)
 
     @cached_property
     def token_text(self) -> Callable[[int], str]:
         """The text of a token, see `token_texts`."""
         return token_texts(self.tokenizer)
 
-    def _encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+    def _encode(self, text: str, given_up: Event | None = None, add_special_tokens: bool = True) -> list[int]:
         """The tokens of a text. A text whose length alone shows that it cannot fit is refused without encoding."""
         limit = self.bundle.manifest.max_length
         if len(text) >= limit and (least := self.tokenizer.fewest_tokens(text)) >= limit:
             raise too_long_error(f"at least {least}", limit)
         check_text_memory(text)
-        return check_prompt(self.tokenizer.encode(text, add_special_tokens), self.bundle)
+        return check_prompt(self.tokenizer.encode(text, add_special_tokens, given_up), self.bundle)
 
     def _rounds(
         self,

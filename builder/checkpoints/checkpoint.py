@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...models.errors import CheckpointError
-from ...models.layers import EMBEDDING_WEIGHT, network_of
+from ...models.layers import EMBEDDING_WEIGHT, HEAD_WEIGHT, network_of
 from ...runtime.text.tokenizer import Tokenizer
 from ..parallel import in_parts
 from ..tokenizer import check_rows
@@ -106,7 +106,8 @@ class Checkpoint:
     def _check(self, name: str, shape: tuple[int, ...]) -> None:
         stored = self._source.stored(name)
         if stored is None:
-            raise CheckpointError(f"{self.path}: tensor {name} is missing; the checkpoint is incomplete")
+            tied = ", or config.json lacks tie_word_embeddings: true" if name == HEAD_WEIGHT else ""
+            raise CheckpointError(f"{self.path}: tensor {name} is missing; the checkpoint is incomplete{tied}")
         if not stored.is_read:
             raise CheckpointError(f"{self.path}: tensor {name} is {stored.dtype}; use an fp32, fp16 or bf16 checkpoint")
         if stored.shape != shape:

@@ -36,7 +36,7 @@ def read_windows(file: Path, tokenizer: Tokenizer, longest: int) -> NDArray[np.i
     """Token ids [windows, T] of the beginning of a text. longest: tokens that the model was made for. Raises
     ConfigError for a file that is no text or too short."""
     try:
-        text = read_plain(file, MOST_BYTES).decode("utf-8")[:MOST_LETTERS]
+        text = read_plain(file, MOST_BYTES).decode("utf-8-sig")[:MOST_LETTERS]
     except (OSError, ValueError) as error:
         raise ConfigError(f"the text for calibration, {file}, cannot be read ({error}): give a UTF-8 file") from error
     ids, length = tokenizer.encode(text), min(LENGTH, longest)

@@ -18,6 +18,7 @@ import shutil
 import stat
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import suppress
 from functools import cache
@@ -30,6 +31,7 @@ from .processor import CPUINFO, VECTORS, WITHOUT, KernelError, check_processor
 CACHE = "DRAFTWOOD_CACHE"  # the environment variable that names another folder
 PROCESSOR = ("vendor_id", "cpu family", "model", "stepping", "flags", "CPU implementer", "CPU part", "Features", "isa")
 DIGITS = 16  # of a digest in a name; a file's own digest has all of them
+UNFINISHED, UNFINISHED_S = ".compiling-", 3600.0  # name and age, in s, of what a killed process has left
 log = logging.getLogger("draftwood.native")
 
 
@@ -59,7 +61,8 @@ def kernels(flags: tuple[str, ...] = FLAGS) -> Path:
         with suppress(OSError):
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             refuse_strangers(folder)
-            with tempfile.TemporaryDirectory(prefix=".compiling-", dir=folder) as work:
+            remove_unfinished(folder)
+            with tempfile.TemporaryDirectory(prefix=UNFINISHED, dir=folder) as work:
                 return compiled(Path(work), folder, flags)
     try:
         own = private_folder()
@@ -90,7 +93,15 @@ def kernel_identity(flags: tuple[str, ...] = FLAGS) -> str:
 
 
 def cache_folder() -> Path | None:
-    """Where this user's kernels are kept; None where there is no home folder."""
+    """Where this user's kernels are kept; None where there is no home folder. Without links: whoever owns a link could
+    turn it elsewhere after the folder was looked at."""
+    with suppress(OSError, RuntimeError):  # a link that leads to itself
+        return None if (folder := named_folder()) is None else folder.resolve()
+    return None
+
+
+def named_folder() -> Path | None:
+    """See cache_folder."""
     if chosen := os.environ.get(CACHE):
         return Path(chosen).absolute()
     try:
@@ -143,6 +154,14 @@ def files_of(folder: Path, pattern: str) -> Iterator[Path]:
         yield from folder.glob(pattern)
 
 
+def remove_unfinished(folder: Path) -> None:
+    """Remove what processes left that were killed while they compiled, which takes half a minute."""
+    for work in folder.glob(f"{UNFINISHED}*"):
+        with suppress(OSError):  # another process removed it
+            if time.time() - work.stat().st_mtime > UNFINISHED_S:
+                shutil.rmtree(work, ignore_errors=True)
+
+
 def compiled(work: Path, folder: Path, flags: tuple[str, ...]) -> Path:
     """Compile in `work`; returns the finished file in `folder`, where it appears whole."""
     log.warning("compiling the native kernels for this processor, once: they are kept in %s", folder)
@@ -154,10 +173,10 @@ def compiled(work: Path, folder: Path, flags: tuple[str, ...]) -> Path:
 
 
 def refuse_strangers(path: Path) -> None:
-    """Raises KernelError unless `path` is a plain file, or a folder, that nobody but this user, or root, can write or
-    replace: what lies there is executed."""
+    """Raises KernelError unless `path`, which leads through no link, is a plain file, or a folder, that nobody but this
+    user, or root, can write or replace: what lies there is executed."""
     why, advice = "and kernels are executed", f"or set {CACHE} to a folder of your own"
-    found = path.stat() if path.is_dir() else path.lstat()
+    found = path.lstat()
     if not stat.S_ISREG(found.st_mode) and not stat.S_ISDIR(found.st_mode):
         raise KernelError(f"{path} is no plain file, {why}: remove it, {advice}")
     if not hasattr(os, "getuid"):  # Windows keeps users' folders apart by other means
@@ -166,7 +185,7 @@ def refuse_strangers(path: Path) -> None:
         raise KernelError(f"{path} belongs to another user ({found.st_uid}), {why}: remove it, {advice}")
     if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
         raise KernelError(f"{path} can be written by others, {why}: chmod go-w {path}, {advice}")
-    for parent in path.resolve().parents:
+    for parent in path.parents:
         above = parent.stat()
         if above.st_uid not in (0, os.getuid()):
             raise KernelError(f"{path} lies in {parent}, which belongs to another user, {why}: {advice[3:]}")

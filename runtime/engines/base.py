@@ -11,7 +11,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,6 +25,7 @@ if TYPE_CHECKING:  # rounds.py imports this module
     from .rounds import Rounds, TextRows
 
 C = TypeVar("C", bound="KVCache")
+Array = TypeVar("Array", bound=NDArray[Any])
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,16 +125,22 @@ class TokenBatch:
         return cls(ids, positions, mask, output_rows, rows, ranking_only, wanted=wanted)
 
 
+def read_only(array: Array) -> Array:
+    """The array, to which nobody can write: for what requests share."""
+    array.flags.writeable = False
+    return array
+
+
 @lru_cache(maxsize=256)  # every pass needs one of a few
 def every_row(count: int) -> NDArray[np.int64]:
-    """The first `count` rows. Nobody writes to it."""
-    return np.arange(count)
+    """The first `count` rows."""
+    return read_only(np.arange(count))
 
 
 @lru_cache(maxsize=64)
 def causal_mask(rows: int) -> NDArray[np.bool_]:
-    """[rows, rows]: each row attends to the rows before, and to itself. Nobody writes to it."""
-    return np.tri(rows, dtype=np.bool_)
+    """[rows, rows]: each row attends to the rows before, and to itself."""
+    return read_only(np.tri(rows, dtype=np.bool_))
 
 
 class ForwardOutput(NamedTuple):

@@ -79,6 +79,7 @@ class AsyncLLM(EngineThread):
         max_running = min(max_running, llm.max_running or max_running)
         scheduler: Scheduler[Request] = Scheduler(max_running, max_waiting)
         pace = Pace(llm.costs, max_pause_ms)
+        llm.grammars.open()  # nobody waits for it yet
         self._shared = llm.share(max_running, kv_cache_bytes, prefix_cache_slots)
         drafts, slots = DraftBudget(Drift(llm.costs)), self._shared.budget
         loop: Loop[Request, StreamChunk] = Loop(scheduler, self._shared.pools, slots, pace, drafts.observe_pass)
@@ -147,14 +148,14 @@ class AsyncLLM(EngineThread):
         texts do not wait for them. Also raises ShutdownError."""
         plain = plain_prompt(prompt)
         size = len(plain.encode("utf-8", "surrogatepass")) if isinstance(plain, str) else len(plain)
-        return await self._texts.compute(lambda: self.llm.encode(plain), size, client)
+        return await self._texts.compute(partial(self.llm.encode, plain), size, client)
 
     async def encode_chat(
         self, messages: Sequence[Mapping[str, Any]], settings: ChatSettings = ASKED, client: str | None = None
     ) -> list[int]:
         """LLM.encode_chat in another thread. Cancelling the task ends the chat template's process."""
         text = await self._texts.write(lambda given_up: self.llm.write_chat(messages, given_up, settings), client)
-        return await self._texts.compute(lambda: self.llm.encode_written(text), len(text), client)
+        return await self._texts.compute(partial(self.llm.encode_written, text), len(text), client)
 
     async def prepare(self, params: SamplingParams, client: str | None = None) -> Prepared:
         """LLM.prepare in other threads, for all choices of a call. Cancelling the task gives the grammar up."""
@@ -165,7 +166,7 @@ class AsyncLLM(EngineThread):
             sequences = await self._texts.compute(tokenized, sum(map(len, words)), client)
         if form is not None:
             # A kept grammar waits for no grammar that is compiled.
-            grammar = await self._texts.compute(partial(self.llm.grammars.find, form), 0, client)
+            grammar = await self._texts.compute(lambda _: self.llm.grammars.find(form), 0, client)
             grammar = grammar or await self._texts.compile(partial(self.llm.grammars.compile, form), client)
         return Prepared(grammar, sequences)
 

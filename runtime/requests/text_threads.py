@@ -81,14 +81,13 @@ class TextThreads:
         self._closed = False
         self._stops: set[Callable[[], None]] = set()
 
-    async def compute(self, work: Callable[[], T], size: int, client: Hashable = None) -> T:
-        """Run `work` on a text of `size` characters; returns its result. Raises the errors of `work`, and ShutdownError
-        when closed."""
-        return await self._run(self._long if size > LONG_TEXT else self._short, lambda _: work(), client)
+    async def compute(self, work: Callable[[Event], T], size: int, client: Hashable = None) -> T:
+        """Run `work` on a text of `size` characters; returns its result. The Event that `work` receives is set when the
+        caller no longer needs the result. Raises the errors of `work`, and ShutdownError when closed."""
+        return await self._run(self._long if size > LONG_TEXT else self._short, work, client)
 
     async def write(self, work: Callable[[Event], T], client: Hashable = None) -> T:
-        """The same for work that waits for a process. The Event that `work` receives is set when the caller no longer
-        needs the result."""
+        """The same for conversations that a template formats."""
         return await self._run(self._conversations, work, client)
 
     async def compile(self, work: Callable[[Event], T], client: Hashable = None) -> T:

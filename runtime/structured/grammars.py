@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections import OrderedDict
 from collections.abc import Sequence
+from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 from threading import Event, Lock
@@ -19,7 +20,7 @@ from ..engines.limits import available_bytes
 from ..engines.shared.memory import OutOfMemoryError
 from ..sampling.structured import StructuredOutput
 from ..text.tokenizer import Tokenizer
-from ..text.tokenizer_check import is_failure
+from ..text.tokenizer_worker import is_failure
 from ..text.worker_pool import WorkerPool
 from . import grammar_worker
 from .grammar_worker import open_matcher, open_tokenizer
@@ -133,6 +134,12 @@ class Grammars:
         self._kept: OrderedDict[StructuredOutput, Grammar] = OrderedDict()  # the least recently used one first
         self._opened: tuple[WorkerPool, LLTokenizer] | None = None
 
+    def open(self) -> None:
+        """Read the tokenizer, if the library is installed: it lets no other thread run, for a third of a second
+        with 49,152 tokens. What the library cannot read, the first request learns."""
+        with suppress(RequestError), self._opening:
+            self._open()
+
     def find(self, form: StructuredOutput) -> Grammar | None:
         """The grammar of a form, if it is kept. Computes its first mask, which may take milliseconds."""
         with self._lock:
@@ -198,7 +205,7 @@ class Grammars:
             opened[0].close()
 
     def _open(self) -> tuple[WorkerPool, LLTokenizer]:
-        """The processes and the library's tokenizer, which take memory only where structured outputs are used."""
+        """The processes, of which the first starts with the first grammar, and the library's tokenizer."""
         if self._opened is None:
             if find_spec(LIBRARY) is None:
                 raise RequestError(

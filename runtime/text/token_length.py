@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
-from itertools import chain
 from typing import Any
 
 from tokenizers import Tokenizer as TokenizerJson
 from tokenizers import models, pre_tokenizers
+
+from . import tokenizer_check
 
 BYTES = [f"<0x{byte:02X}>" for byte in range(256)]  # SentencePiece's tokens of single bytes
 
@@ -33,16 +34,10 @@ def longest_token(backend: TokenizerJson) -> int | None:
     return max(map(len, vocabulary)) if certain else None
 
 
-def parts(component: Any) -> Iterator[dict[str, Any]]:
-    """The components of a normalizer, pre-tokenizer or decoder, in the form of tokenizer.json."""
-    waiting = [] if component is None else [json.loads(component.__getstate__())]
-    while waiting:
-        part = waiting.pop(0)
-        if part["type"] == "Sequence":
-            steps = (part.get(name, ()) for name in ("normalizers", "pretokenizers", "decoders"))
-            waiting = [*chain.from_iterable(steps), *waiting]
-        else:
-            yield part
+def parts(component: Any) -> Iterator[Mapping[str, Any]]:
+    """The single components of a normalizer, pre-tokenizer or decoder, in the form of tokenizer.json."""
+    found = tokenizer_check.parts(None if component is None else json.loads(component.__getstate__()))
+    return (part for part in found if part["type"] != "Sequence")
 
 
 def keeps_length(normalizer: Mapping[str, Any]) -> bool:

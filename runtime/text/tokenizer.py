@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
@@ -13,10 +14,12 @@ from typing import Any
 from tokenizers import Tokenizer as TokenizerJson
 
 from ...models.errors import BundleError, RequestError, shown
-from ...models.plain_files import MOST_TOKENIZER, read_object, read_plain
+from ...models.plain_files import MOST_TOKENIZER, parse_object, read_object, read_plain
 from .chat_template import ChatTemplate
 from .token_length import BYTES, longest_token, parts
-from .tokenizer_check import check_file, check_tokenizer, is_failure
+from .tokenizer_check import is_proved, problems
+from .tokenizer_process import TokenizerProcess
+from .tokenizer_worker import first_problem, is_failure
 
 TOKENIZER, SETTINGS, TEMPLATE = "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"
 
@@ -28,17 +31,20 @@ class Tokenizer:
     """Converts text to token ids and back. May be used from several threads."""
 
     def __init__(
-        self, backend: TokenizerJson, special_tokens: Mapping[str, str] | None = None, chat_template: str | None = None
+        self,
+        backend: TokenizerJson,
+        special_tokens: Mapping[str, str] | None = None,
+        chat_template: str | None = None,
+        process: TokenizerProcess | None = None,
     ) -> None:
-        """special_tokens: texts of "bos_token", "eos_token" and other special tokens. chat_template: Jinja source."""
-        backend.no_truncation()
-        backend.no_padding()
-        self._backend = backend
+        """special_tokens: texts of "bos_token", "eos_token" and other special tokens. chat_template: Jinja source.
+        process: encodes the texts in place of `backend`, whose cost is not proved, see `read_backend`."""
+        self._backend, self._process = backend, process
         self._special_tokens = dict(special_tokens or {})
         self.chat_template = chat_template or ""  # Jinja source; empty for a model without one
         self._chat_template = None if chat_template is None else ChatTemplate(chat_template)
         self.vocab_size: int = backend.get_vocab_size(with_added_tokens=True)
-        empty: list[int] = backend.encode("").ids
+        empty = self.encode("")
         bos = self._special_tokens.get("bos_token")
         self.bos_token_id: int | None = backend.token_to_id(bos) if bos is not None else next(iter(empty), None)
         self.adds_bos = bool(empty)
@@ -51,12 +57,15 @@ class Tokenizer:
     def load(cls, folder: Path) -> Tokenizer:
         """Read a folder's tokenizer. Raises BundleError if it is missing or damaged."""
         tokens = special_tokens(read_settings(folder / SETTINGS))
-        return cls(read_backend(folder / TOKENIZER), tokens, read_template(folder))
+        template = read_template(folder)
+        backend, process = read_backend(folder / TOKENIZER)
+        return cls(backend, tokens, template, process)
 
     def close(self) -> None:
-        """End the processes that render chat templates."""
-        if self._chat_template is not None:
-            self._chat_template.close()
+        """End the processes that render chat templates, and those that encode texts."""
+        for each in (self._chat_template, self._process):
+            if each is not None:
+                each.close()
 
     def __enter__(self) -> Tokenizer:
         return self
@@ -70,8 +79,8 @@ class Tokenizer:
     def has_chat_template(self) -> bool:
         return self._chat_template is not None
 
-    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of `text`, with the begin-of-text token if the model uses one.
+    def encode(self, text: str, add_special_tokens: bool = True, given_up: Event | None = None) -> list[int]:
+        """Token ids of `text`, with the begin-of-text token if the model uses one. given_up: see ChatTemplate.render.
 
         Raises RequestError for half of a surrogate pair, which JSON can express and UTF-8 cannot, and for a text at
         which this tokenizer fails.
@@ -83,6 +92,8 @@ class Tokenizer:
                 "the text holds half of a surrogate pair, which is no character: send valid Unicode"
             ) from error
         try:
+            if self._process is not None:
+                return self._process.encode(text, add_special_tokens, given_up)
             # As a batch: other threads run meanwhile, while `encode` stops them, for seconds if the text is long.
             (encoding,) = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         except BaseException as error:
@@ -90,7 +101,7 @@ class Tokenizer:
                 raise
             raise RequestError(
                 f"this model's tokenizer cannot read the text ({error}): send another one, or rebuild the bundle with "
-                f"a {TOKENIZER} that knows every character"
+                f"a {TOKENIZER} that reads every text, quickly and in little memory"
             ) from error
         ids: list[int] = encoding.ids
         return ids
@@ -101,7 +112,7 @@ class Tokenizer:
 
     @cached_property
     def _longest_token(self) -> int | None:
-        return longest_token(self._backend)
+        return None if self._process is not None else longest_token(self._backend)
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Text of `token_ids`; invalid UTF-8 becomes U+FFFD. Raises BundleError for tokens at which this tokenizer
@@ -158,14 +169,14 @@ class Tokenizer:
         return self._chat_template.render(variables, given_up)
 
 
-def token_sequences(tokenizer: Tokenizer, texts: Sequence[str]) -> list[list[int]]:
+def token_sequences(tokenizer: Tokenizer, texts: Sequence[str], given_up: Event | None = None) -> list[list[int]]:
     """The token sequences by which a text may write each of these texts: at its beginning, and behind a blank if this
     makes another sequence of as many tokens (vLLM's rule of bad words). A text of blanks alone is taken as it is.
     Raises RequestError."""
     found: list[list[int]] = []
     for text in texts:
         word = text.lstrip() or text
-        first, spaced = (tokenizer.encode(blank + word, add_special_tokens=False) for blank in ("", " "))
+        first, spaced = (tokenizer.encode(blank + word, False, given_up) for blank in ("", " "))
         if not first:
             raise RequestError(f"bad_words: {shown(text)} has no tokens: leave it out")
         found += [first, spaced] if spaced[0] != first[0] and len(spaced) == len(first) else [first]
@@ -180,22 +191,36 @@ def byte_values(backend: TokenizerJson) -> dict[int, bytes]:
     return {index: bytes([byte]) for byte, index in enumerate(ids) if index is not None}
 
 
-def read_backend(file: Path) -> TokenizerJson:
-    """Open a tokenizer.json. Raises BundleError."""
+def read_backend(file: Path) -> tuple[TokenizerJson, TokenizerProcess | None]:
+    """Open a tokenizer.json. Where the cost of encoding is not proved, a process encodes, and what is opened here lacks
+    the steps that it does not need: it knows the tokens, and decodes. Raises BundleError."""
     if not file.is_file():
         raise BundleError(f"{file} is missing: rebuild the bundle")
-    check_file(file)
     try:
-        # Not by its name: the library opens no file in a folder whose name is no UTF-8.
-        backend = TokenizerJson.from_buffer(read_plain(file, MOST_TOKENIZER))
+        read = read_plain(file, MOST_TOKENIZER)
+        content = parse_object(read, strict=True)
+    except (OSError, ValueError) as error:
+        raise BundleError(f"{file} is not a readable tokenizer ({error}): rebuild the bundle") from error
+    process, found = None, next(problems(content), None)
+    if found is None and not is_proved(content):
+        process = TokenizerProcess(read.decode())
+        read = json.dumps(content | dict.fromkeys(("normalizer", "pre_tokenizer", "post_processor"))).encode()
+    try:
+        if found is None:
+            # Not by its name: the library opens no file in a folder whose name is no UTF-8.
+            backend = TokenizerJson.from_buffer(read)
+            backend.no_truncation()
+            backend.no_padding()
+            found = first_problem(backend) if process is None else process.first_problem()
+        if found is not None:
+            raise BundleError(f"{file} cannot be used: {found}; then rebuild the bundle")
     except BaseException as error:  # the library raises no specific error, and panics are BaseExceptions
-        if not is_failure(error):
+        if process is not None:
+            process.close()
+        if isinstance(error, BundleError) or not is_failure(error):
             raise
         raise BundleError(f"{file} is not a readable tokenizer ({error}): rebuild the bundle") from error
-    backend.no_truncation()
-    backend.no_padding()
-    check_tokenizer(backend, file)
-    return backend
+    return backend, process
 
 
 def read_settings(file: Path) -> dict[str, Any]:

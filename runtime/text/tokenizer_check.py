@@ -1,144 +1,197 @@
-"""Refuses a tokenizer.json at which the tokenizers library fails, before the tokenizer serves a request.
+"""Looks at a tokenizer.json before the tokenizers library does.
 
-The library is written in Rust. Its panics reach Python as a BaseException, and one panic while a file is opened ends
-the whole process. Therefore the file is searched for known causes of panics, and every token is tried for the others.
+The library is written in Rust. Its panics reach Python as a BaseException, one panic while a file is opened ends the
+whole process, and so does a lack of memory. Therefore known causes are refused here. What a text may cost is either
+proved (`is_proved`), or the text is encoded in a process that can be ended. What tokens become is decoded in this
+process, for each token of a stream: a decoder whose cost is not proved is refused.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
-from pathlib import Path
-from time import monotonic
-from typing import Any
+from math import ceil, inf, prod
+from typing import Any, TypeGuard
 
-from tokenizers import Tokenizer as TokenizerJson
+from ...models.fields import MOST
+from .split_patterns import is_linear
 
-from ...models.errors import BundleError
-from ...models.plain_files import MOST_TOKENIZER, read_object
-
-PROBE_SECONDS = 2.0  # time limit for all tokens and texts; 128,000 tokens take a third of a second
-PROBE_TOKENS = 64  # number of tokens that are decoded together; each is also decoded alone
-PLANES = (range(1, 0xD800), range(0xE000, 0x20000))  # Unicode's characters without the rare planes and the private ones
-# Characters of all kinds: letters, combining marks, numbers, spaces, controls, and characters that JSON escapes.
-TEXTS = (
-    "",
-    "a",
-    "The quick brown fox, 12345!",
-    "".join(map(chr, range(32, 127))),
-    "".join(map(chr, range(32))),
-    " \t\n  \r\n x ",
-    "naïve é e\u0301 Ω я ب क 漢字 ｆｕｌｌ ﬁ ½ \u00a0\u200b\u2028\ufeff",
-    "\U0001f642\U0001f469\u200d\U0001f4bb\U0001f1e9\U0001f1ea",
-    "▁<s></s><unk>[UNK]<0x0A>",
-)
-
-
-def check_file(file: Path) -> None:
-    """Refuse a tokenizer.json that the library does not survive opening. Raises BundleError."""
-    try:
-        content = read_object(file, MOST_TOKENIZER)
-    except (OSError, ValueError) as error:
-        raise BundleError(f"{file} is not a readable tokenizer ({error}): rebuild the bundle") from error
-    for problem in problems(content):
-        raise BundleError(f"{file} cannot be used: {problem}; then rebuild the bundle")
+MOST_STEPS = 32  # of a normalizer, pre-tokenizer, post-processor or decoder; published ones have 10
+MOST_ADDED = 32  # special tokens around a text
+MOST_GROWTH = 4  # times as many characters: what the library itself does to the characters of bytes
+LONGEST_TOKEN, LONGEST_UNIGRAM = 1024, 128  # characters; published ones have 128, and of unigram models 16
+VOCABULARY_BYTES, UNIGRAM_BYTES = 1 << 23, 1 << 22  # of all tokens; of each byte a unigram model makes up to 340
+LONGEST_TEXT = 64  # characters of what a step looks for or puts before a text
+# The most characters that a step writes for one.
+NORMALIZERS = {"Sequence": 1, "NFC": 3, "NFD": 4, "Lowercase": 3, "Strip": 1, "StripAccents": 1, "Prepend": 1}
+TEXTUAL = ("ByteLevel", "ByteFallback", "Fuse", "Strip", "Metaspace", "WordPiece", "BPEDecoder")
+DECODERS = dict.fromkeys(("Sequence", *TEXTUAL), 1)
+# Steps of pre-tokenizers that only cut a text, and those that also write bytes as letters, or blanks.
+CUTTERS = ("Sequence", "Digits", "Punctuation", "Whitespace", "WhitespaceSplit", "CharDelimiterSplit", "FixedLength")
+WRITERS = ("ByteLevel", "Metaspace")
+AROUND = ("Sequence", "ByteLevel", "TemplateProcessing", "RobertaProcessing", "BertProcessing")
 
 
 def problems(content: Mapping[str, Any]) -> Iterator[str]:
-    """The known problems of a tokenizer's JSON, each with its fix. The library refuses JSON of an unknown form."""
-    model = content.get("model")
-    if isinstance(model, dict) and isinstance(prefix := model.get("continuing_subword_prefix"), str) and prefix:
-        for merge in model.get("merges") or ():
-            second = merge.split(" ")[-1] if isinstance(merge, str) else merge[-1] if merge else None
+    """The known problems of a tokenizer's JSON, each with its fix. The library also reads lists in the place of
+    objects; where that would hide something, an object is demanded."""
+    model, added = content.get("model"), content.get("added_tokens") or []
+    if not isinstance(model, dict) or not isinstance(added, list) or not all(isinstance(each, dict) for each in added):
+        yield "its model, or one of its added tokens, is no object: copy the model's own tokenizer"
+        return
+    yield from vocabulary_problems(model, added)
+    if isinstance(prefix := model.get("continuing_subword_prefix"), str) and prefix:
+        merges = model.get("merges")
+        for merge in merges if isinstance(merges, list) else ():
+            parted = merge.split(" ") if isinstance(merge, str) else merge
+            second = parted[-1] if isinstance(parted, list) and parted else None
             if not isinstance(second, str) or not second.startswith(prefix):
                 yield (
                     f"the merge {merge!r} continues a word without the prefix {prefix!r}: correct the merge or "
                     "continuing_subword_prefix"
                 )
                 break
-    for part in parts(content.get("decoder"), "decoders"):
+    for name in ("normalizer", "pre_tokenizer", "post_processor", "decoder"):
+        if sum(1 for _ in parts(content.get(name))) > MOST_STEPS:
+            yield f"its {name} has more than {MOST_STEPS} steps: leave out those that change nothing"
+    decoders = list(parts(content.get("decoder")))
+    for part in decoders:
+        if part.get("type") not in (*DECODERS, "Replace"):
+            yield f"its decoder has a step {part.get('type')!r}, and {', '.join(DECODERS)} are known: use these"
         if part.get("type") == "Strip" and part.get("stop"):
             yield "its decoder strips characters from the end, at which the library fails for shorter texts: set stop 0"
-    for part in parts(content.get("pre_tokenizer"), "pretokenizers"):
+    if prod(growth(part, DECODERS) for part in decoders) > MOST_GROWTH:
+        yield (
+            "its decoder rewrites texts by a regular expression, or writes more than "
+            f"{MOST_GROWTH} characters for one: replace texts by texts that are hardly longer"
+        )
+    for part in parts(content.get("pre_tokenizer")):
         if part.get("type") == "FixedLength" and not part.get("length"):
             yield "its pre-tokenizer splits text into pieces of length 0: set another length"
-    yield from template_problems(content.get("post_processor"))
+    yield from around_problems(content.get("post_processor"))
 
 
-def parts(component: Any, nested: str) -> Iterator[Mapping[str, Any]]:
-    """The single components of a component, also those inside nested sequences."""
-    waiting = [component]
+def vocabulary_problems(model: Mapping[str, Any], added: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """The problems of tokens that are too long, too many, or have ids beyond any model's."""
+    found = model.get("vocab")
+    if isinstance(found, dict):
+        texts, ids = list(found), [*found.values()]
+    else:  # of a unigram model: pairs of a text and a score
+        texts, ids = unigram_texts(found), []
+    texts = [text for text in (*texts, *(entry.get("content") for entry in added)) if isinstance(text, str)]
+    ids = [index for index in (*ids, *(entry.get("id") for entry in added)) if isinstance(index, int)]
+    yield from text_problems(texts, UNIGRAM_BYTES if isinstance(found, list) else VOCABULARY_BYTES)
+    if (last := max(ids, default=0)) >= MOST["vocab_size"]:
+        yield f"a token of it has the id {last}, more than any model's: copy the model's own tokenizer"
+
+
+def unigram_texts(vocabulary: Any) -> list[str]:
+    """The texts of a list of pairs of text and score."""
+    pairs = vocabulary if isinstance(vocabulary, list) else []
+    return [pair[0] for pair in pairs if isinstance(pair, list) and pair and isinstance(pair[0], str)]
+
+
+def text_problems(texts: Sequence[str], most: int = VOCABULARY_BYTES) -> Iterator[str]:
+    """The problems of tokens that are too long, or have more than `most` bytes together."""
+    if (longest := max(map(len, texts), default=0)) > LONGEST_TOKEN:
+        yield f"a token of it has {longest} characters, more than {LONGEST_TOKEN}: copy the model's own tokenizer"
+    if (size := len("".join(texts).encode("utf-8", "surrogatepass"))) > most:
+        yield f"its tokens have {size} bytes, more than {most}: copy the model's own tokenizer"
+
+
+def parts(component: Any) -> Iterator[Mapping[str, Any]]:
+    """A component and, where it is a sequence, those inside; an empty one for what is no object."""
+    waiting = [] if component is None else [component]
     while waiting:
-        part = waiting.pop()
-        if isinstance(part, dict):
-            yield part
-            waiting += part[nested] if isinstance(part.get(nested), list) else []
+        found = waiting.pop()
+        part = found if isinstance(found, dict) else {}
+        yield part
+        if part.get("type") == "Sequence":
+            nested = (part.get(name) for name in ("normalizers", "pretokenizers", "decoders", "processors"))
+            waiting += chain.from_iterable(each for each in nested if isinstance(each, list))
 
 
-def template_problems(post_processor: Any) -> Iterator[str]:
-    """The problems of the templates that add special tokens to a text."""
-    for part in parts(post_processor, "processors"):
-        pieces, known = part.get("single"), part.get("special_tokens")
-        if part.get("type") != "TemplateProcessing" or not isinstance(pieces, list) or not isinstance(known, dict):
+def around_problems(post_processor: Any) -> Iterator[str]:
+    """The problems of what adds special tokens to a text."""
+    added = 0
+    for part in parts(post_processor):
+        if part.get("type") not in AROUND:
+            yield f"its post-processor has a step {part.get('type')!r}, and {', '.join(AROUND)} are known: use these"
+        if part.get("type") != "TemplateProcessing":
             continue
-        for piece in filter(lambda piece: isinstance(piece, dict), pieces):
-            special, sequence = piece.get("SpecialToken"), piece.get("Sequence")
-            if isinstance(special, dict) and special.get("id") not in known:
-                yield f"its template names the special token {special.get('id')!r}: add it to special_tokens"
-            if isinstance(sequence, dict) and sequence.get("id") != "A":
-                yield "its template for one text names a second one: leave the sequence B out of `single`"
-
-
-def check_tokenizer(backend: TokenizerJson, file: Path) -> None:
-    """Try texts of all kinds, and as many tokens as PROBE_SECONDS allow. Raises BundleError if the library panics."""
-    end = monotonic() + PROBE_SECONDS
-    ids = sorted(backend.get_vocab(with_added_tokens=True).values())
-    tried: Any = None
-    try:
-        for token in backend.get_added_tokens_decoder().values():
-            tried = token.content
-            if token.normalized and backend.normalizer is not None and not backend.normalizer.normalize_str(tried):
-                raise BundleError(
-                    f"{file} cannot be used: its normalizer removes all of the added token {tried!r}: set normalized "
-                    "to false; then rebuild the bundle"
-                )
-        for tried in (*TEXTS, *(token.content for token in backend.get_added_tokens_decoder().values())):
-            attempt(backend, tried)
-            if monotonic() > end:
-                break
-        if backend.normalizer is not None and "Precompiled" in repr(backend.normalizer):
-            for plane in PLANES:  # a damaged table fails only at certain characters
-                tried = f"one of the characters U+{plane.start:04X} to U+{plane.stop - 1:04X}"
-                backend.normalizer.normalize_str(" ".join(map(chr, plane)))
-        together = (ids[first : first + PROBE_TOKENS] for first in range(0, len(ids), PROBE_TOKENS))
-        for tried in chain([[]], together, ([token] for token in ids)):
-            backend.decode(tried, skip_special_tokens=False)
-            if monotonic() > end:
-                break
-    except BaseException as error:
-        if not is_panic(error):
-            raise
-        raise BundleError(
-            f"{file} cannot be used: the tokenizers library fails at {tried!r} ({error}): correct its normalizer, "
-            "post-processor or decoder; then rebuild the bundle"
-        ) from error
-
-
-def attempt(backend: TokenizerJson, text: str) -> None:
-    """Encode a text with and without special tokens. Ordinary errors are ignored: they are errors of the text. Panics
-    are not."""
-    for special in (True, False):
         try:
-            backend.encode(text, add_special_tokens=special)
-        except Exception:
-            return
+            pieces = [next(iter(piece.items())) for piece in part["single"]]
+            texts = [piece["id"] for kind, piece in pieces if kind == "Sequence"]
+            around = [piece["id"] for kind, piece in pieces if kind != "Sequence"]
+            unknown = next((text for text in around if text not in part["special_tokens"]), None)
+            added += sum(len(part["special_tokens"][text]["ids"]) for text in around if unknown is None)
+        except (AttributeError, IndexError, KeyError, StopIteration, TypeError):
+            yield "its template is damaged: copy the model's own tokenizer"
+            continue
+        if unknown is not None:
+            yield f"its template names the special token {unknown!r}: add it to special_tokens"
+        if "B" in texts:
+            yield "its template for one text names a second one: leave the sequence B out of `single`"
+        if len(texts) > 1:
+            yield "its template for one text writes the text more than once: leave one sequence A in `single`"
+    if added > MOST_ADDED:
+        yield f"its template puts {added} special tokens around a text, more than {MOST_ADDED}: leave some out"
 
 
-def is_panic(error: BaseException) -> bool:
-    """Whether Rust code panicked; pyo3 does not export the type."""
-    return type(error).__module__ == "pyo3_runtime" and type(error).__name__ == "PanicException"
+def growth(part: Mapping[str, Any], known: Mapping[str, int]) -> float:
+    """The most characters that a step of a normalizer or decoder writes for one; infinity where it is not known, or the
+    step may take longer than a time that grows with the text's length. known: of steps other than Replace."""
+    kind = part.get("type")
+    if kind == "Replace":
+        pattern, written = part.get("pattern"), part.get("content")
+        if not isinstance(pattern, dict) or not isinstance(written, str):
+            return inf
+        if is_linear_pattern(pattern.get("Regex")):
+            return max(1, len(written))
+        found = pattern.get("String")
+        return max(1, ceil(len(written) / len(found))) if is_short(found) else inf
+    if (kind == "Prepend" and not is_short(part.get("prepend"))) or (kind == "BPEDecoder" and not part.get("suffix")):
+        return inf
+    return known.get(kind, inf) if isinstance(kind, str) else inf
 
 
-def is_failure(error: BaseException) -> bool:
-    """Whether an error comes from the library, not from a signal or a lack of memory."""
-    return is_panic(error) or (isinstance(error, Exception) and not isinstance(error, MemoryError))
+def is_linear_pattern(pattern: Any) -> bool:
+    return isinstance(pattern, str) and len(pattern) < 4096 and is_linear(pattern)
+
+
+def is_short(text: Any) -> TypeGuard[str]:
+    return isinstance(text, str) and 0 < len(text) <= LONGEST_TEXT
+
+
+def is_proved(content: Mapping[str, Any]) -> bool:
+    """Whether the library encodes every text in a time and memory that grow with the text's length, and hardly faster
+    than for published tokenizers. `problems` has found none."""
+    normalizers, splits = list(parts(content.get("normalizer"))), list(parts(content.get("pre_tokenizer")))
+    return (
+        prod(growth(part, NORMALIZERS) for part in normalizers) <= MOST_GROWTH
+        and all(map(splits_quickly, splits))
+        and sum(part.get("type") in WRITERS for part in splits) <= 1
+        and merges_quickly(content.get("model"))
+    )
+
+
+def splits_quickly(part: Mapping[str, Any]) -> bool:
+    """Whether a step of a pre-tokenizer only cuts a text, or writes bytes as letters or blanks as such, in a time that
+    grows with the text's length."""
+    if part.get("type") != "Split":
+        return part.get("type") in (*CUTTERS, *WRITERS)
+    pattern = part.get("pattern")
+    if not isinstance(pattern, dict):
+        return False
+    return is_linear_pattern(pattern.get("Regex")) or is_short(pattern.get("String"))
+
+
+def merges_quickly(model: Any) -> bool:
+    """Whether a model finds the tokens of a piece in a time that hardly grows faster than the piece."""
+    if not isinstance(model, dict):
+        return False
+    kind = model.get("type", "BPE" if "merges" in model else None)  # older files do not name it
+    if kind == "Unigram":
+        return max(map(len, unigram_texts(model.get("vocab"))), default=0) <= LONGEST_UNIGRAM
+    around = (model.get("continuing_subword_prefix"), model.get("end_of_word_suffix"))
+    return kind in ("BPE", "WordLevel") and all(not text or is_short(text) for text in around)

@@ -3,6 +3,7 @@ that the command reads, and checking one leaves nothing behind."""
 
 from __future__ import annotations
 
+import io
 import os
 import shutil
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 
 from draftwood.cli.files import check_writable, read
 from draftwood.cli.main import main
+from draftwood.cli.streams import read_input
 from draftwood.models.errors import RequestError
 
 REFUSED = "would replace a file that this command reads: choose another one"
@@ -60,3 +62,12 @@ def test_an_input_that_cannot_be_read_is_refused_with_the_fix(
     refusal = rf"^--prompt-file .*prompt.txt cannot be read \({reason}\): give a text file in UTF-8$"
     with pytest.raises(RequestError, match=refusal):
         read(file, "--prompt-file")
+
+
+@pytest.mark.parametrize("source", ["a file", "standard input"])
+def test_a_byte_order_mark_is_no_part_of_a_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str) -> None:
+    content = "\ufeffa\ufeffb".encode()
+    (tmp_path / "prompt.txt").write_bytes(content)
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(content), encoding="utf-8"))
+    text = read_input() if source == "standard input" else read(tmp_path / "prompt.txt", "--prompt-file")
+    assert text == "a\ufeffb"

@@ -1,4 +1,4 @@
-"""SIGTERM, as from a container that is stopped, leaves as little behind as Ctrl-C."""
+"""SIGTERM, as from a container that is stopped, and a closed terminal leave as little behind as Ctrl-C."""
 
 from __future__ import annotations
 
@@ -39,11 +39,12 @@ sys.exit(main())
 
 
 def heed_interrupts() -> None:
-    """A shell that runs the tests in the background has its processes ignore them."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    """A shell that runs the tests in the background, or nohup, has its processes ignore them."""
+    for number in (signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_DFL)
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGHUP, 129)])
 def test_a_build_that_is_ended_leaves_nothing(number: int, code: int, tiny_pair: Path, tmp_path: Path) -> None:
     pair = ["--target", str(tiny_pair / "target"), "--draft", str(tiny_pair / "draft")]
     command = [sys.executable, "-c", UNFINISHED, "build", *pair, "--output", str(tmp_path / "bundle")]

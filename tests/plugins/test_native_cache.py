@@ -155,6 +155,31 @@ def test_a_link_in_the_cache_is_not_followed(filled: Path, tmp_path: Path) -> No
         cache.kernels()
 
 
+def test_a_link_to_the_cache_is_followed_once(
+    filled: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, compilations: list[Path]
+) -> None:
+    """Its owner could turn it elsewhere between the look at the folder and the loading."""
+    link = tmp_path / "link"
+    link.symlink_to(filled.parent)
+    monkeypatch.setenv(cache.CACHE, str(link))
+    assert cache.kernels() == filled and not compilations
+    link.unlink()
+    link.symlink_to(link)
+    monkeypatch.setattr(cache, "private_folder", lambda: tmp_path)
+    assert cache.kernels().parent == tmp_path
+
+
+def test_what_a_killed_compilation_left_is_removed(folder: Path, compilations: list[Path]) -> None:
+    folder.mkdir(mode=0o700)
+    left, running = folder / ".compiling-left", folder / ".compiling-running"
+    for work in (left, running):
+        work.mkdir()
+        (work / "kernels.so").write_bytes(b"half")
+    os.utime(left, (0, 0))
+    made = cache.kernels()
+    assert {running, made} == set(folder.iterdir()) and len(compilations) == 1
+
+
 def test_the_family_of_the_processor_decides_where_weights_are_read_ahead_to(tmp_path: Path) -> None:
     cpuinfo = tmp_path / "cpuinfo"
     for family, flags in (("25", ("-DFETCHED=2",)), ("26", ())):

@@ -20,11 +20,12 @@ CHAT_TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor
 RUNNING, WAITING = "draftwood_requests_running", "draftwood_requests_waiting"
 # `draftwood serve` whose target's passes wait for as long as a file exists, or for the seconds that are in it.
 PAUSABLE = """
-import sys, time
+import signal, sys, time
 from pathlib import Path
 from draftwood.cli.main import main
 from draftwood.runtime.bundle.bundle import EngineBundle
 
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # which nohup has its processes ignore
 pause, opened = Path(sys.argv.pop(1)), EngineBundle.open_engine
 
 def seconds():

@@ -20,7 +20,7 @@ from ....models.plain_files import open_plain
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
-MOST_HEADER_BYTES = 256 << 20  # tokens and merges of the largest vocabularies take 20 MB
+MOST_HEADER_BYTES = 64 << 20  # tokens and merges of the largest vocabularies take 20 MB
 MOST_ENTRIES = 1 << 17  # the limit for entries of metadata, and for tensors
 MOST_ELEMENTS = 1 << 22  # of all arrays together: a vocabulary of 262,144 tokens has 1.3 million
 MOST_DIMENSIONS = 4

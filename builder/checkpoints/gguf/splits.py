@@ -10,13 +10,20 @@ from typing import NamedTuple
 from tokenizers import Regex, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as TokenizerJson
 
-REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-ENGLISH = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
-WORD = r"[^\r\n\p{L}\p{N}]?\p{L}+"
-UPPER, LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
-CASED_REST = r" ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-HAN = "[一-龥ࠀ-一가-퟿]+"
-MARKS = r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~]"""
+from ....runtime.text.split_patterns import (
+    CASED,
+    DEEPSEEK_HAN,
+    DEEPSEEK_MARKS,
+    DEEPSEEK_WORD,
+    ENGLISH,
+    HAN,
+    MARKS,
+    SPACES,
+    WORD,
+)
+
+REST = rf"{MARKS}[\r\n]*|{SPACES}"
+CASED_REST = rf"{MARKS}[\r\n/]*|{SPACES}"
 
 
 class Split(NamedTuple):
@@ -49,8 +56,7 @@ GPT2 = Split(gpt2=True)
 CODE = Split(digits=True, gpt2=True)
 LLAMA3 = Split((rf"{ENGLISH}|{WORD}|\p{{N}}{{1,3}}|{REST}",), whole=True, bos=True)
 QWEN2 = Split((rf"{ENGLISH}|{WORD}|\p{{N}}|{REST}",), nfc=True)
-CASED = rf"[^\r\n\p{{L}}\p{{N}}]?{UPPER}*{LOWER}+%s|[^\r\n\p{{L}}\p{{N}}]?{UPPER}+{LOWER}*%s|\p{{N}}%s|{CASED_REST}"
-GPT4O = Split((CASED % (f"{ENGLISH}?", f"{ENGLISH}?", "{1,3}"),))
+GPT4O = Split((rf"{CASED % (f'{ENGLISH}?', f'{ENGLISH}?')}|\p{{N}}{{1,3}}|{CASED_REST}",))
 SPLITS = {
     **dict.fromkeys(("gpt-2", "mellum", "gigachat", "a.x-4.0", "trillion", "granite-docling", "phi-2"), GPT2),
     **dict.fromkeys(("smollm", "starcoder", "refact", "codeshell", "minerva-7b"), CODE),
@@ -58,7 +64,7 @@ SPLITS = {
     **dict.fromkeys(("dbrx", "smaug-bpe"), LLAMA3._replace(whole=False, bos=False)),
     **dict.fromkeys(("qwen2", "kormo", "f2llmv2", "megrez"), QWEN2),
     "deepseek-r1-qwen": QWEN2._replace(nfc=False),
-    "tekken": Split((CASED % ("", "", ""),), whole=True, bos=True),
+    "tekken": Split((rf"{CASED % ('', '')}|\p{{N}}|{CASED_REST}",), whole=True, bos=True),
     **dict.fromkeys(("gpt-4o", "llama4", "kanana2", "talkie"), GPT4O),
     "seed-coder": Split(
         (rf"{ENGLISH}|{WORD}|\p{{N}}{{1}}| ?[^\s\p{{L}}\p{{N}}\r\n]+|\s*[\r\n]+|\s+(?!\S)|\s+",),
@@ -67,8 +73,8 @@ SPLITS = {
     "deepseek-v3": Split(
         (
             r"\p{N}{1,3}",
-            "[一-龥぀-ゟ゠-ヿ]+",
-            MARKS + r"[A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+            DEEPSEEK_HAN,
+            rf"{DEEPSEEK_MARKS}|{DEEPSEEK_WORD}| ?[\p{{P}}\p{{S}}]+[\r\n]*|{SPACES}",
         ),
     ),
 }

@@ -12,7 +12,8 @@ from tokenizers import Tokenizer as TokenizerJson
 from ....models.errors import CheckpointError, shown
 from ....models.fields import MOST
 from ....runtime.text.tokenizer import SETTINGS, TEMPLATE, TOKENIZER, Tokenizer
-from ....runtime.text.tokenizer_check import is_failure
+from ....runtime.text.tokenizer_check import text_problems
+from ....runtime.text.tokenizer_worker import is_failure
 from ...sentencepiece import CONTROL, USER_DEFINED, Piece, Pieces, put_around, tokenizer_of
 from .metadata import AGAIN, Metadata
 from .splits import SPLITS
@@ -61,6 +62,8 @@ def tokenizer_in(metadata: Metadata) -> TokenizerJson:
     while count > 1 and kinds[count - 1] in (UNUSED, UNKNOWN) and tokens[count - 1] == f"[PAD{count - 1}]":
         count -= 1  # rows of the embedding that belong to no token of the model's own tokenizer
     tokens, kinds = tokens[:count], kinds[:count]
+    for problem in text_problems(tokens):
+        raise CheckpointError(f"{metadata.file}: its tokenizer cannot be used: {problem}")
     if len(set(tokens)) < count:
         raise CheckpointError(f"{metadata.file}: its vocabulary has a token twice; {AGAIN}")
     kind = metadata.need(f"{PREFIX}model", str)
@@ -73,10 +76,9 @@ def tokenizer_in(metadata: Metadata) -> TokenizerJson:
             f"{metadata.file}: tokenizers of the kind {shown(kind)} are not supported; {BYTE_LEVEL!r} and "
             f"{SENTENCEPIECE!r} are: use the model's Hugging Face folder"
         )
-    for text, each in zip(tokens, kinds, strict=True):
-        if each in (CONTROL, USER_DEFINED):
-            add = tokenizer.add_special_tokens if each == CONTROL else tokenizer.add_tokens
-            add([AddedToken(text, normalized=False, special=each == CONTROL)])
+    added = [(text, each) for text, each in zip(tokens, kinds, strict=True) if each in (CONTROL, USER_DEFINED)]
+    # Together: each call takes a time that grows with the number of all.
+    tokenizer.add_tokens([AddedToken(text, normalized=False, special=each == CONTROL) for text, each in added])
     around: dict[str, str | None] = {}
     for key, default in (("bos", adds_bos), ("eos", False)):
         wanted = metadata.get(f"{PREFIX}add_{key}_token", bool)

@@ -31,6 +31,9 @@ READ_BYTES = 8 << 10  # read at a time; a body in chunks of one byte delays othe
 READ_AHEAD = 16 << 10  # bytes behind a request that are read before it is answered
 RETRY_ACCEPT_SECONDS = 0.1
 REPEAT_SECONDS = 60.0  # interval in which the log does not repeat a message
+TWO_LENGTHS = Refusal(
+    400, "the request has both Content-Length and Transfer-Encoding: send one of them, not both", closing=True
+)
 OUT_OF_RESOURCES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 log = logging.getLogger("uvicorn.error")
 
@@ -47,8 +50,7 @@ class Connection(H11Protocol, asyncio.BufferedProtocol):
         self._buffer = bytearray(READ_BYTES)
         self.since = self.loop.time()
         self.answered = False
-        if reserved:
-            self.app = for_state_only(self.app)
+        self.app = with_one_length(for_state_only(self.app) if reserved else self.app)
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -192,6 +194,18 @@ class Acceptor:
         """Close every connection now."""
         for each in self.connections:
             self._abort(each)
+
+
+def with_one_length(app: ASGIApp) -> ASGIApp:
+    """`app` without requests whose end a proxy before it may see elsewhere; RFC 9112, 6.1, has their connection end."""
+
+    async def answer(scope: Scope, receive: Receive, send: Send) -> None:
+        if {b"content-length", b"transfer-encoding"} <= {name for name, _ in scope["headers"]}:
+            await refuse(TWO_LENGTHS, send)
+        else:
+            await app(scope, receive, send)
+
+    return answer
 
 
 def for_state_only(app: ASGIApp) -> ASGIApp:

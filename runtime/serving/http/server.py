@@ -21,7 +21,8 @@ from ...requests.async_llm import AsyncLLM
 from .connection_limit import MAX_CONNECTIONS, raise_file_limit
 from .connections import KEPT_SECONDS, Acceptor, RateLimit
 
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+CLOSED_TERMINAL = getattr(signal, "SIGHUP", signal.SIGTERM)  # a terminal was closed; Windows has no such signal
+STOP_SIGNALS = {signal.SIGTERM, signal.SIGINT, CLOSED_TERMINAL}
 REPEAT_SECONDS = 0.5  # some programs, such as timeout(1), send one signal twice
 FLUSH_SECONDS = 5  # time for clients to read answers that are already generated
 UNREAD_SECONDS = 60.0  # a client that reads nothing of its answer for so long is disconnected
@@ -99,7 +100,7 @@ async def serve(
     started: Callable[[], None],
     max_connections: int = MAX_CONNECTIONS,
 ) -> bool:
-    """Serve until SIGTERM or SIGINT; then refuse new requests, finish the accepted ones, and return.
+    """Serve until SIGTERM, SIGINT or SIGHUP; then refuse new requests, finish the accepted ones, and return.
 
     A second signal, or the end of drain_seconds, aborts running requests. started: called when requests are answered.
     max_connections: see Acceptor; the limit of open files may lower it, with a warning. Closes the listener. Returns
@@ -183,7 +184,7 @@ async def drain(async_llm: AsyncLLM, seconds: float, hurry: asyncio.Event) -> bo
 def route_signals(
     loop: asyncio.AbstractEventLoop, stop: asyncio.Event, hurry: asyncio.Event
 ) -> Generator[None, None, None]:
-    """The first stop signal sets `stop`, a later one `hurry`."""
+    """The first stop signal sets `stop`, a later one `hurry`. Under nohup a closed terminal stops nothing."""
     stopped_at: list[float] = []
 
     def received() -> None:
@@ -196,7 +197,8 @@ def route_signals(
     def handle(number: int, frame: FrameType | None) -> None:
         loop.call_soon_threadsafe(received)
 
-    before = {number: signal.signal(number, handle) for number in STOP_SIGNALS}
+    heeded = STOP_SIGNALS if signal.getsignal(CLOSED_TERMINAL) != signal.SIG_IGN else STOP_SIGNALS - {CLOSED_TERMINAL}
+    before = {number: signal.signal(number, handle) for number in heeded}
     try:
         yield
     finally:

@@ -64,7 +64,8 @@ def create_app(
     whose scripts may use the server, "*" for any. with_pages: whether there are web pages, see `http.pages`, and
     explanations for them. trace: adds a middleware that records spans, see `tracing`.
     """
-    app = FastAPI(title="draftwood", docs_url=None, redoc_url=None)  # its pages would load other servers' scripts
+    # Its pages would load other servers' scripts, and it would answer an address with a slash behind it by nothing.
+    app = FastAPI(title="draftwood", docs_url=None, redoc_url=None, redirect_slashes=False)
     app.router.route_class = JsonRoute
     add_errors(app)
     add_state(app, async_llm)
@@ -205,7 +206,7 @@ class OpenAIApi:
     async def _echo(self, prompt: Prompt, client: str) -> str:
         if isinstance(prompt, str):
             return prompt
-        return await self._async_llm.texts.compute(lambda: self._llm.tokenizer.decode(prompt), len(prompt), client)
+        return await self._async_llm.texts.compute(lambda _: self._llm.tokenizer.decode(prompt), len(prompt), client)
 
     async def _answer(
         self,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from threading import Event
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -103,7 +104,7 @@ class ExplainApi:
         finally:
             await stream.aclose()
 
-        def written() -> Response:
+        def written(given_up: Event) -> Response:
             text = self._llm.tokenizer.decode(prompt, skip_special_tokens=False)
             return page(to_html(recorder.explanation(text, config, params, stats)))
 

@@ -81,7 +81,7 @@ class TokensApi:
         return await self._answered(body.model, request, self._tokenized(body, request.state.client))
 
     async def detokenize(self, body: DetokenizeBody, request: Request) -> Response:
-        work = self._texts.compute(lambda: self._detokenized(body), len(body.tokens), request.state.client)
+        work = self._texts.compute(lambda _: self._detokenized(body), len(body.tokens), request.state.client)
         return await self._answered(body.model, request, work)
 
     async def _answered(self, model: str | None, request: Request, work: Coroutine[Any, Any, Response]) -> Response:
@@ -108,18 +108,18 @@ class TokensApi:
         settings = ChatSettings(body.add_generation_prompt, body.continue_final_message, kwargs, tools)
         return write_conversation(self._tokenizer, conversation(messages), settings, given_up)
 
-    def _answer(self, text: str, add_special_tokens: bool, with_texts: bool) -> Response:
-        tokens = self._encode(text, add_special_tokens)
+    def _answer(self, text: str, add_special_tokens: bool, with_texts: bool, given_up: Event) -> Response:
+        tokens = self._encode(text, add_special_tokens, given_up)
         content: dict[str, Any] = {"count": len(tokens), "max_model_len": self._max_length, "tokens": tokens}
         if with_texts:
             content["token_strs"] = [self._tokenizer.decode([token], skip_special_tokens=False) for token in tokens]
         return as_json(content)
 
-    def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
+    def _encode(self, text: str, add_special_tokens: bool, given_up: Event) -> list[int]:
         if (least := self._tokenizer.fewest_tokens(text)) >= self._max_length:
             raise too_long_error(f"at least {least}", self._max_length)
         check_text_memory(text)
-        return self._tokenizer.encode(text, add_special_tokens)
+        return self._tokenizer.encode(text, add_special_tokens, given_up)
 
     def _detokenized(self, body: DetokenizeBody) -> Response:
         size = self._tokenizer.vocab_size

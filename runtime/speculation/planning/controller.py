@@ -101,11 +101,11 @@ class Controller:
         self._given_host = costs.greedy if greedy else costs.chosen
         # The context (in steps), the sharing and the drift of the prices below.
         self._priced: tuple[int, int, Factors] | None = None
-        self._stored: list[float] = []  # by the table: seconds of a pass of 1, 2, ... rows
+        self._stored: tuple[float, ...] = ()  # by the table: seconds of a pass of 1, 2, ... rows
         self._seconds = np.zeros((len(hosts) * shapes.grid[0], shapes.depth))
         self._plain_seconds = 0.0
-        self._draft_alone: list[float] = []  # see Prices
-        self._longer: list[float] = []
+        self._draft_alone: tuple[float, ...] = ()  # see Prices
+        self._longer: tuple[float, ...] = ()
         self._given_seconds: list[float] = []  # of rounds with 1, 2, ... tokens that a prompt lookup gives
         self._most_given = 0.0  # most tokens per second that these rounds promise, see `considers_lookups`
         self._found: dict[int, RoundPlan] = {}  # the best plan by greatest depth, until the next observation
@@ -321,7 +321,7 @@ class Controller:
         found = prices_of(costs.target, costs.draft, costs.following, hosts, self._shapes, behind, read, sharing)
         self._seconds, self._plain_seconds, self._draft_alone, self._longer = found
         follows = drift is not None and sharing == 1
-        self._stored = passes_of(self._costs.target, behind, len(self._longer)) if follows else []
+        self._stored = passes_of(self._costs.target, behind, len(self._longer)) if follows else ()
         host = self._given_host if sharing == 1 else self._given_host.shared
         shared = self._plain_seconds - host.plain + host.round
         self._given_seconds = [shared + self._longer[k] + k * host.token for k in range(1, len(self._longer))]

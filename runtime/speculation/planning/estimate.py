@@ -25,6 +25,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from ...engines.base import read_only
 from ..graph.token_tree import TokenTree
 
 MEMORY = 0.96  # factor on the weight of a request's earlier rounds after each round: about 25 rounds count
@@ -198,4 +199,4 @@ def tree_steps(alpha: int, saved: int, shapes: Shapes) -> NDArray[np.float64]:
                 heapq.heappush(heap, (-parent * (1 - a) * rho * (1 - rho) ** rank, depth, rank + 1, parent))
     before = np.concatenate([np.ones((len(shapes.sizes), 1)), reached[:, :-1]], axis=1)
     steps: NDArray[np.float64] = np.divide(reached, before, out=np.zeros_like(reached), where=before > 0)
-    return steps
+    return read_only(steps)

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from ...engines.base import read_only
 from .budget import Offer
 from .cost import HostCosts, PassCosts
 from .estimate import Shapes
@@ -21,8 +22,8 @@ class Prices(NamedTuple):
 
     seconds: NDArray[np.float64]
     plain: float
-    draft_alone: list[float]
-    longer: list[float]
+    draft_alone: tuple[float, ...]
+    longer: tuple[float, ...]
 
 
 @lru_cache(maxsize=512)
@@ -57,21 +58,21 @@ def prices_of(
     seconds = part(target, tokens + 1)
     plain = float(part(target, np.array(1))) + hosts[0].plain
     passes = target(np.arange(sharing, sharing + 1 + int(tokens.max(initial=0))))
-    longer = (passes - passes[0]).tolist()
+    longer = tuple((passes - passes[0]).tolist())
     if draft is None:
-        return Prices(by_source(seconds), plain, [0.0], longer)
+        return Prices(read_only(by_source(seconds)), plain, (0.0,), longer)
     first = part(draft, np.array(2))  # two rows: the root, and often the last accepted token
     following = draft if following_costs is None else following_costs.shared(read, sharing)
     further = part(following, np.minimum(sizes, shapes.frontier))
     drafting = first + (depths - 1) * further[:, None]
-    return Prices(by_source(drafting + seconds), plain, draft(np.arange(1, widest + 1)).tolist(), longer)
+    alone = tuple(draft(np.arange(1, widest + 1)).tolist())
+    return Prices(read_only(by_source(drafting + seconds)), plain, alone, longer)
 
 
 @lru_cache(maxsize=512)
-def passes_of(target_costs: PassCosts, context: int, rows: int) -> list[float]:
+def passes_of(target_costs: PassCosts, context: int, rows: int) -> tuple[float, ...]:
     """Seconds of a single request's target passes of 1, 2, ... rows."""
-    found: list[float] = target_costs.of(np.arange(1, rows + 1), context).tolist()
-    return found
+    return tuple(target_costs.of(np.arange(1, rows + 1), context).tolist())
 
 
 def offer_of(

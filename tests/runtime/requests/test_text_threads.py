@@ -85,13 +85,16 @@ def test_a_text_that_is_given_up_is_forgotten_while_its_thread_works_for_others(
     async def give_up() -> bool:
         threads, go, begun, text = TextThreads(), Event(), Event(), Text()
 
-        def work() -> bool:
+        def work(given_up: Event) -> bool:
             begun.set()
             return go.wait(PATIENCE_S)
 
+        def held(text: Text, given_up: Event) -> bool:
+            return bool(text)
+
         first = asyncio.ensure_future(threads.compute(work, LONG_TEXT + 1))
         await asyncio.to_thread(begun.wait, PATIENCE_S)
-        second = asyncio.ensure_future(threads.compute(partial(id, text), LONG_TEXT + 1))
+        second = asyncio.ensure_future(threads.compute(partial(held, text), LONG_TEXT + 1))
         await asyncio.sleep(0)
         known = ref(text)
         second.cancel()

@@ -173,9 +173,9 @@ def test_bad_words_are_tokenized_once_for_all_choices_beside_the_event_loop(
 ) -> None:
     encode, read = Tokenizer.encode, list[tuple[str, bool]]()
 
-    def noted(self: Tokenizer, text: str, add_special_tokens: bool = True) -> list[int]:
+    def noted(self: Tokenizer, text: str, *settings: Any) -> list[int]:
         read.append((text, current_thread() is main_thread()))
-        return encode(self, text, add_special_tokens)
+        return encode(self, text, *settings)
 
     monkeypatch.setattr(Tokenizer, "encode", noted)
     status, _ = asyncio.run(post(llm, {**BODY, "n": 3, "bad_words": ["one", "two"]}))

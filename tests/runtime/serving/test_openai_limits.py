@@ -160,7 +160,8 @@ def test_the_metrics_count_what_was_done(server: Served, client: Any) -> None:
     assert histogram == sorted(histogram, key=float) and float(histogram[-1]) >= 30
 
 
-def test_sigterm_finishes_what_runs_and_exits_with_0(tiny_bundle: Path, pause: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP], ids=["SIGTERM", "closed terminal"])
+def test_a_stop_signal_finishes_what_runs_and_exits_with_0(tiny_bundle: Path, pause: Path, number: int) -> None:
     request = {**LONG, "max_tokens": 100}
     with served(tiny_bundle, *SLOW, "--max-running", "2", program=pausable(pause)) as running:
         with httpx.Client(base_url=running.url, timeout=120) as client, ThreadPoolExecutor() as pool:
@@ -169,7 +170,7 @@ def test_sigterm_finishes_what_runs_and_exits_with_0(tiny_bundle: Path, pause: P
                 answers = [pool.submit(client.post, "/completions", json=request) for _ in range(4)]
                 wait_for(lambda: running.metric(WAITING) == 2)
                 for _ in range(2):  # as timeout(1) does
-                    running.process.send_signal(signal.SIGTERM)
+                    running.process.send_signal(number)
                 wait_for(lambda: client.get(root(client) + "/health/ready").status_code == 503)
                 refused = client.post("/completions", json=SHORT)
             assert refused.status_code == 503 and error_of(refused)["code"] == "shutting_down"

@@ -8,16 +8,20 @@ import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from draftwood.models.errors import RequestError
 from draftwood.runtime.engines.shared.memory import OutOfMemoryError
+from draftwood.runtime.llm import LLM
+from draftwood.runtime.requests.async_llm import AsyncLLM
 from draftwood.runtime.sampling.constraint import PathMasks
 from draftwood.runtime.sampling.params import SamplingParams
 from draftwood.runtime.sampling.structured import MAX_FORM, StructuredOutput
 from draftwood.runtime.structured import grammars as module
+from draftwood.runtime.structured.grammar_worker import open_tokenizer
 from draftwood.runtime.structured.grammars import KEPT, Grammars
 from draftwood.runtime.text.tokenizer import Tokenizer
 
@@ -247,6 +251,23 @@ def test_special_tokens_are_allowed_only_where_the_text_can_go_on(
     for token in np.flatnonzero(mask).tolist():
         assert constraint.advance(token)
         constraint.roll_back(1)
+
+
+def test_a_server_reads_the_tokenizer_before_anybody_waits(tiny_bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The library lets no other thread run meanwhile, not even the one that reads from clients."""
+    opened = list[str]()
+
+    def read(*given: Any) -> Any:
+        opened.append(given[0])
+        return open_tokenizer(*given)
+
+    monkeypatch.setattr(module, "open_tokenizer", read)
+    with LLM(tiny_bundle) as llm:
+        assert not opened
+        with AsyncLLM(llm):
+            assert len(opened) == 1
+        llm.grammars.compile(StructuredOutput(regex="a"))
+    assert len(opened) == 1
 
 
 def test_a_missing_package_is_named(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from sentencepiece import sentencepiece_model_pb2
 from transformers import AutoTokenizer
 
-from draftwood.builder.tokenizer import SENTENCEPIECE, check_same_vocabulary, convert_tokenizer
+from draftwood.builder.tokenizer import ADDED, SENTENCEPIECE, check_same_vocabulary, convert_tokenizer
 from draftwood.models.errors import CheckpointError
 from draftwood.runtime.text.tokenizer import SETTINGS, TOKENIZER, Tokenizer
 
@@ -126,6 +126,47 @@ def test_a_tokenizer_json_is_copied_as_it_is(tmp_path: Path) -> None:
         assert (tmp_path / "in" / name).read_bytes() == (tmp_path / "out" / name).read_bytes()
 
 
+LISTED_BESIDE: dict[str, dict[str, Any]] = {
+    "added_tokens.json": {ADDED: {"<X>": 300}},
+    "by id": {
+        SETTINGS: {"added_tokens_decoder": {"300": {"content": "<X>"}, "1": {"content": "<s>", "special": True}}}
+    },
+    "by name": {SETTINGS: {"extra_special_tokens": {"x_token": "<X>"}}},
+    "as a list": {SETTINGS: {"additional_special_tokens": ["</s>", "<X>"]}},
+}
+
+
+@pytest.mark.parametrize("name", LISTED_BESIDE)
+def test_tokens_that_only_files_beside_a_tokenizer_json_list_are_added(tmp_path: Path, name: str) -> None:
+    source, destination = write_tokenizer(tmp_path / "in", 300), tmp_path / "out"
+    destination.mkdir()
+    for file, content in LISTED_BESIDE[name].items():
+        (source / file).write_text(
+            json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", **content} if file == SETTINGS else content)
+        )
+    wanted = AutoTokenizer.from_pretrained(source)("a<X>b</s>", add_special_tokens=False).input_ids
+    ours = convert_tokenizer(source, destination).encode("a<X>b</s>", add_special_tokens=False)
+    assert ours == wanted and 300 in ours
+
+
+def test_thousands_of_added_tokens_are_added_together(tmp_path: Path) -> None:
+    """One by one they took a quarter of an hour: each addition looks at all."""
+    source = tmp_path / "in"
+    train(source, "bpe")
+    (source / ADDED).write_text(json.dumps({f"<|{index}|>": 340 + index for index in range(30_000)}))
+    (tmp_path / "out").mkdir()
+    ours = convert_tokenizer(source, tmp_path / "out")
+    assert ours.encode("<|0|><|29999|>", add_special_tokens=False)[-1] == 340 + 29_999
+
+
+def test_added_tokens_of_another_model_are_refused(tmp_path: Path) -> None:
+    source = write_tokenizer(tmp_path / "in", 300)
+    (tmp_path / "out").mkdir()
+    (source / ADDED).write_text(json.dumps({"<X>": 1000}))
+    with pytest.raises(CheckpointError, match="'<X>' has id 1000, but would have 300"):
+        convert_tokenizer(source, tmp_path / "out")
+
+
 def model_without_unknown() -> bytes:
     model: Any = sentencepiece_model_pb2.ModelProto()
     model.pieces.add(piece="a", score=0.0, type=1)
@@ -151,6 +192,32 @@ def test_what_cannot_be_used_is_refused(tmp_path: Path, files: dict[str, bytes],
         (tmp_path / "in" / name).write_bytes(content)
     with pytest.raises(CheckpointError, match=named):
         convert_tokenizer(tmp_path / "in", tmp_path / "out")
+
+
+def sentencepiece_model(pieces: list[str]) -> bytes:
+    model: Any = sentencepiece_model_pb2.ModelProto()
+    for piece in pieces:
+        model.pieces.add(piece=piece, score=0.0, type=1)
+    model.normalizer_spec.precompiled_charsmap = b""
+    model.trainer_spec.model_type, model.trainer_spec.unk_id = 2, 0
+    return bytes(model.SerializeToString())
+
+
+@pytest.mark.parametrize(
+    ("pieces", "named"),
+    [
+        (["a" * 1025], "1025 characters"),
+        ([f"{index:01000d}" for index in range(9000)], "9000000 bytes"),
+        (["a" * length for length in range(1, 500)], "cut in too many ways"),
+    ],
+    ids=["a long piece", "many", "all parts of one another"],
+)
+def test_a_vocabulary_that_would_fill_the_memory_is_refused(tmp_path: Path, pieces: list[str], named: str) -> None:
+    """Of a piece, each way to cut it in two pieces is a merge."""
+    (tmp_path / "out").mkdir()
+    (tmp_path / SENTENCEPIECE).write_bytes(sentencepiece_model(pieces))
+    with pytest.raises(CheckpointError, match=named):
+        convert_tokenizer(tmp_path, tmp_path / "out")
 
 
 def test_word_models_are_refused(tmp_path: Path) -> None:

@@ -2,27 +2,19 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 from checkpoints import write_tokenizer
+from strange_tokenizers import ADDED, BPE, template, write
 
 from draftwood.builder.tokenizer import convert_tokenizer
 from draftwood.models.errors import BundleError, CheckpointError, RequestError
-from draftwood.runtime.text.tokenizer import TOKENIZER, Tokenizer
-from draftwood.runtime.text.tokenizer_check import is_panic
+from draftwood.runtime.text.tokenizer import Tokenizer
+from draftwood.runtime.text.tokenizer_worker import is_panic
 
 STRIP = {"type": "Strip", "content": "a", "start": 0, "stop": 3}
-ADDED = {"single_word": False, "lstrip": False, "rstrip": False, "special": True}
-BPE: dict[str, Any] = {"type": "BPE", "vocab": {"a": 0, "b": 1, "ab": 2, "\u00e9": 3}, "merges": ["a b"]}
-
-
-def template(*pieces: dict[str, Any]) -> dict[str, Any]:
-    both = [{"Sequence": {"id": name, "type_id": 0}} for name in "AB"]
-    return {"type": "TemplateProcessing", "single": list(pieces), "pair": both, "special_tokens": {}}
-
 
 # What is changed of a sound file, and what the error names.
 PANICS: dict[str, tuple[dict[str, Any], str]] = {
@@ -53,14 +45,6 @@ PANICS: dict[str, tuple[dict[str, Any], str]] = {
         "continuing_subword_prefix",
     ),
 }
-
-
-def write(folder: Path, **changes: Any) -> Path:
-    sound: dict[str, Any] = {"version": "1.0", "added_tokens": [], "model": BPE, "padding": None, "truncation": None}
-    steps: dict[str, Any] = dict.fromkeys(("normalizer", "pre_tokenizer", "post_processor", "decoder"))
-    folder.mkdir(exist_ok=True)
-    (folder / TOKENIZER).write_text(json.dumps(sound | steps | changes))
-    return folder
 
 
 @pytest.mark.parametrize("name", PANICS)
@@ -99,8 +83,8 @@ def test_characters_that_a_tokenizer_does_not_know_are_the_requests_fault(
 
 def test_what_panics_all_the_same_ends_one_request(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The library's own panic, by a file that is not looked at."""
-    monkeypatch.setattr("draftwood.runtime.text.tokenizer.check_file", lambda file: None)
-    monkeypatch.setattr("draftwood.runtime.text.tokenizer.check_tokenizer", lambda *_: None)
+    monkeypatch.setattr("draftwood.runtime.text.tokenizer.problems", lambda content: iter(()))
+    monkeypatch.setattr("draftwood.runtime.text.tokenizer.first_problem", lambda backend: None)
     tokenizer = Tokenizer.load(write(tmp_path / "decoder", decoder=STRIP))
     with pytest.raises(BundleError, match="rebuild") as caught:
         tokenizer.decode([0])
