@@ -64,11 +64,11 @@ class TorchEngine(SoloEngine):
         width, columns = batch.mask.shape
         mask = np.zeros((1, 1, width, own.length + columns), np.float32)
         mask[0, 0, :, own.length :][~batch.mask] = bindings.MASKED
-        feeds = [torch.from_numpy(array) for array in (batch.token_ids[None], batch.position_ids[None], mask)]
+        feeds = [torch.tensor(array) for array in (batch.token_ids[None], batch.position_ids[None], mask)]
         with self._lock:
             if self._closed:
                 raise closed_error(self.spec)
-            scored = self._model(*feeds, own.buffer, start, torch.from_numpy(batch.output_rows))
+            scored = self._model(*feeds, own.buffer, start, torch.tensor(batch.output_rows))
         own.speculative += batch.num_tokens
         return output_of({name: value.numpy() for name, value in self._outputs(scored).items()})
 
