@@ -248,7 +248,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
             "tools": [{"type": "function", "function": {"name": "f", "parameters": {"not": {}}}}],
             "tool_choice": "required",
         },
-        "Unimplemented",
+        "not: this keyword",
     ),
     ({"parallel_tool_calls": "no"}, "parallel_tool_calls"),
 ]
