@@ -231,6 +231,31 @@ def test_a_call_and_its_result_go_back_into_the_conversation(client: Any, kind: 
     assert answer.choices[0].finish_reason == "length"
 
 
+@HERMES
+@pytest.mark.filterwarnings("ignore:Pydantic serializer warnings")  # openai's client about its own message
+def test_answers_go_back_as_the_client_returns_them(client: Any, kind: str) -> None:
+    options: dict[str, Any] = {"model": "tiny", "messages": [USER], "max_tokens": 200, "seed": 1}
+    demanded: dict[str, Any] = {"tools": TOOLS[:1], "tool_choice": "required", "parallel_tool_calls": False}
+    called = client.chat.completions.parse(**options, **demanded).choices[0].message
+    with client.chat.completions.stream(**options, response_format=Weather) as stream:
+        answered = stream.get_final_completion().choices[0].message
+    assert answered.parsed and called.tool_calls[0].function.parsed_arguments
+    deltas = [chunk.choices[0].delta for chunk in client.chat.completions.create(**options, **demanded, stream=True)]
+    parts = [delta.tool_calls[0] for delta in deltas if delta.tool_calls]
+    for part in parts[1:]:
+        parts[0].function.arguments += part.function.arguments
+    collected = {"role": "assistant", "content": None, "tool_calls": [parts[0].model_dump()]}
+    assert parts[0].index == 0
+    result = {"role": "tool", "content": "sunny"}
+    for back in (
+        [answered, USER],
+        [called, {**result, "tool_call_id": called.tool_calls[0].id}],
+        [collected, {**result, "tool_call_id": parts[0].id}],
+    ):
+        answer = client.chat.completions.create(**{**options, "messages": [USER, *back], "max_tokens": 2})
+        assert answer.choices[0].finish_reason in ("stop", "length")
+
+
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"tools": [], "tool_choice": "required"}, "tool_choice needs tools"),
     ({"tools": [], "tool_choice": "auto"}, "tool_choice needs tools"),
