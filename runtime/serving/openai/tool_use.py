@@ -79,7 +79,8 @@ class ToolUse:
     def reader(self) -> ToolCallReader | None:
         """A reader of an answer; None if calls stay text."""
         format = self.format or (HERMES if self._forced else None)
-        return None if format is None else ToolCallReader(format, {tool.name for tool in self.tools}, self.parallel)
+        names = {tool.name for tool in self.tools}
+        return None if format is None else ToolCallReader(format, names, self.parallel, self._forced)
 
     @property
     def _forced(self) -> bool:

@@ -123,6 +123,16 @@ def test_a_named_function_is_called(client: Any, kind: str, speculative: Any) ->
             assert (call.function.name, choice.finish_reason) == (name, "stop") and arguments_of(call)
 
 
+@pytest.mark.parametrize("kind", ["hermes", "llama"])
+def test_a_demanded_call_that_is_cut_leaves_no_markup(client: Any, kind: str) -> None:
+    for length in (1, 4, 9, 30):
+        for choice in ("required", {"type": "function", "function": {"name": "weather"}}):
+            message = ask(client, tool_choice=choice, max_tokens=length).choices[0].message
+            assert not message.content
+            chunks = ask(client, tool_choice=choice, max_tokens=length, stream=True)
+            assert not any(chunk.choices[0].delta.content for chunk in chunks)
+
+
 @HERMES
 def test_greedy_calls_are_those_of_plain_decoding(client: Any, kind: str) -> None:
     texts = set()
