@@ -46,6 +46,7 @@ class Tokenizer:
         self.added_token_ids = frozenset(added)  # of tokens that are found in a text as a whole, before it is split
         self.special_token_ids = frozenset(index for index, token in added.items() if token.special)
         self.byte_values = byte_values(backend)
+        self._byte_letters = byte_letters(backend)
 
     @classmethod
     def load(cls, folder: Path) -> Tokenizer:
@@ -126,6 +127,14 @@ class Tokenizer:
         index: int | None = self._backend.token_to_id(text)
         return index if index in self.special_token_ids else None
 
+    def bytes_of(self, token: int) -> bytes | None:
+        """The bytes of a token, of which a character may need several; None where tokens are text."""
+        if token in self.byte_values or not self._byte_letters or token in self.added_token_ids:
+            return self.byte_values.get(token)
+        name = self._backend.id_to_token(token) or ""
+        known = all(letter in self._byte_letters for letter in name)
+        return bytes(self._byte_letters[letter] for letter in name) if known else None
+
     def vocabulary(self) -> dict[str, int]:
         """Every token with its id, added tokens included."""
         tokens: dict[str, int] = self._backend.get_vocab(with_added_tokens=True)
@@ -170,6 +179,15 @@ def token_sequences(tokenizer: Tokenizer, texts: Sequence[str]) -> list[list[int
             raise RequestError(f"bad_words: {shown(text)} has no tokens: leave it out")
         found += [first, spaced] if spaced[0] != first[0] and len(spaced) == len(first) else [first]
     return found
+
+
+def byte_letters(backend: TokenizerJson) -> dict[str, int]:
+    """The byte that each letter of a token stands for, if the decoder writes bytes as letters (GPT-2's)."""
+    if not any(part["type"] == "ByteLevel" for part in parts(backend.decoder)):
+        return {}
+    own = [*range(33, 127), *range(161, 173), *range(174, 256)]  # the others have the letters from U+0100 on
+    others = [byte for byte in range(256) if byte not in own]
+    return {chr(byte): byte for byte in own} | {chr(256 + place): byte for place, byte in enumerate(others)}
 
 
 def byte_values(backend: TokenizerJson) -> dict[int, bytes]:
@@ -237,13 +255,14 @@ def special_tokens(settings: Mapping[str, Any]) -> dict[str, str]:
 
 def token_texts(tokenizer: Tokenizer) -> Callable[[int], str]:
     """A function from a token id to the token's text. The text keeps the leading space that decoding a single token
-    would drop. Special tokens have their names as text, and bytes that are no character have the vocabulary's form."""
+    would drop, also if it is all of the text. Special tokens have their names as text, and bytes that are no character
+    have the vocabulary's form."""
     names = {index: name for name, index in tokenizer.vocabulary().items()}
 
     def text_of(token: int) -> str:
         alone = tokenizer.decode([token], skip_special_tokens=False)
         twice = tokenizer.decode([token, token], skip_special_tokens=False)
-        if not alone or "\ufffd" in twice or not twice.startswith(alone) or token in tokenizer.special_token_ids:
+        if not twice or "\ufffd" in twice or not twice.startswith(alone) or token in tokenizer.special_token_ids:
             return names.get(token, f"#{token}")
         return twice[len(alone) :]
 
