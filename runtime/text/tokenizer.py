@@ -19,6 +19,8 @@ from .token_length import BYTES, longest_token, parts
 from .tokenizer_check import check_file, check_tokenizer, is_failure
 
 TOKENIZER, SETTINGS, TEMPLATE = "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"
+DEFAULT, TOOL_USE = "default", "tool_use"  # names of chat templates; others, as "rag", are kept and not used
+USED = {DEFAULT, TOOL_USE}
 
 # A batch of one text leaves further threads nothing to do. Without this the library starts one for each core.
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -28,15 +30,20 @@ class Tokenizer:
     """Converts text to token ids and back. May be used from several threads."""
 
     def __init__(
-        self, backend: TokenizerJson, special_tokens: Mapping[str, str] | None = None, chat_template: str | None = None
+        self,
+        backend: TokenizerJson,
+        special_tokens: Mapping[str, str] | None = None,
+        chat_templates: Mapping[str, str] | None = None,
     ) -> None:
-        """special_tokens: texts of "bos_token", "eos_token" and other special tokens. chat_template: Jinja source."""
+        """special_tokens: texts of "bos_token", "eos_token" and other special tokens. chat_templates: Jinja sources by
+        name, see `template_for`."""
         backend.no_truncation()
         backend.no_padding()
         self._backend = backend
         self._special_tokens = dict(special_tokens or {})
-        self.chat_template = chat_template or ""  # Jinja source; empty for a model without one
-        self._chat_template = None if chat_template is None else ChatTemplate(chat_template)
+        self.chat_templates = dict(chat_templates or {})
+        used = USED & self.chat_templates.keys()
+        self._renderers = {name: ChatTemplate(self.chat_templates[name]) for name in used}
         self.vocab_size: int = backend.get_vocab_size(with_added_tokens=True)
         empty: list[int] = backend.encode("").ids
         bos = self._special_tokens.get("bos_token")
@@ -52,12 +59,12 @@ class Tokenizer:
     def load(cls, folder: Path) -> Tokenizer:
         """Read a folder's tokenizer. Raises BundleError if it is missing or damaged."""
         tokens = special_tokens(read_settings(folder / SETTINGS))
-        return cls(read_backend(folder / TOKENIZER), tokens, read_template(folder))
+        return cls(read_backend(folder / TOKENIZER), tokens, read_templates(folder))
 
     def close(self) -> None:
         """End the processes that render chat templates."""
-        if self._chat_template is not None:
-            self._chat_template.close()
+        for renderer in self._renderers.values():
+            renderer.close()
 
     def __enter__(self) -> Tokenizer:
         return self
@@ -69,7 +76,15 @@ class Tokenizer:
 
     @property
     def has_chat_template(self) -> bool:
-        return self._chat_template is not None
+        return bool(self._renderers)
+
+    def template_for(self, tools: bool) -> str:
+        """The Jinja source for conversations with or without tools; empty for a model without one. As in transformers,
+        a model may have a template of its own for tools."""
+        return self.chat_templates.get(self._template_name(tools), "")
+
+    def _template_name(self, tools: bool) -> str:
+        return TOOL_USE if tools and TOOL_USE in self._renderers else DEFAULT
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of `text`, with the begin-of-text token if the model uses one.
@@ -159,12 +174,14 @@ class Tokenizer:
         the sandbox or exceeds its limits. given_up: see ChatTemplate.render. kwargs: other variables of the template,
         such as `tools`.
         """
-        if self._chat_template is None:
-            raise RequestError("this model has no chat template: pass plain text instead of a conversation")
+        renderer = self._renderers.get(self._template_name(kwargs.get("tools") is not None))
+        if renderer is None:
+            known = f", only one for {TOOL_USE}: send tools, or" if self._renderers else ":"
+            raise RequestError(f"this model has no chat template{known} pass plain text instead of a conversation")
         # As in transformers: templates test `tools is none`, not whether `tools` is undefined.
         variables = {"tools": None, "documents": None, **self._special_tokens, **kwargs}
         variables |= {"messages": list(messages), "add_generation_prompt": add_generation_prompt}
-        return self._chat_template.render(variables, given_up)
+        return renderer.render(variables, given_up)
 
 
 def token_sequences(tokenizer: Tokenizer, texts: Sequence[str]) -> list[list[int]]:
@@ -226,20 +243,23 @@ def read_settings(file: Path) -> dict[str, Any]:
         raise BundleError(f"{file} is not readable JSON ({error}): rebuild the bundle") from error
 
 
-def read_template(folder: Path) -> str | None:
-    """The chat template of a folder's tokenizer, as Jinja source; None if there is none. Raises BundleError."""
-    template = read_settings(folder / SETTINGS).get("chat_template")
-    if isinstance(template, list):  # several templates by name; "default" is for conversations
-        named = [item for item in template if isinstance(item, dict)]
-        template = next((item.get("template") for item in named if item.get("name") == "default"), None)
+def read_templates(folder: Path) -> dict[str, str]:
+    """The chat templates of a folder's tokenizer, Jinja sources by name. A file of its own takes the place of those in
+    the settings. Raises BundleError."""
     if (folder / TEMPLATE).is_file():
         try:
-            template = (folder / TEMPLATE).read_text(encoding="utf-8")
+            return {DEFAULT: (folder / TEMPLATE).read_text(encoding="utf-8")}
         except (OSError, ValueError) as error:
             raise BundleError(f"{folder / TEMPLATE} is not readable text ({error}): rebuild the bundle") from error
-    if template is not None and not isinstance(template, str):
+    found = read_settings(folder / SETTINGS).get("chat_template")
+    listed = found if isinstance(found, list) else [{"name": DEFAULT, "template": found}] if found is not None else []
+    try:
+        templates = {item["name"]: item["template"] for item in listed}
+    except (TypeError, KeyError):
+        templates = {DEFAULT: None}
+    if not all(isinstance(text, str) for pair in templates.items() for text in pair):
         raise BundleError(f"{folder / SETTINGS}: chat_template is no text: correct it and rebuild the bundle")
-    return template
+    return templates
 
 
 def special_tokens(settings: Mapping[str, Any]) -> dict[str, str]:

@@ -155,7 +155,7 @@ def tool_use(
         return None
     for function in functions:
         arguments_of(function)
-    format = tool_format(tokenizer.chat_template)
+    format = tool_format(tokenizer.template_for(True))
     found = {mark: tokenizer.special_id(mark) for mark in (format or HERMES)[:2]}
     special = {mark: index for mark, index in found.items() if index is not None}
     return ToolUse(functions, format, chosen, named, parallel, special)
