@@ -8,9 +8,10 @@ a letter of it is written as \\uXXXX, and lets a model write digits until max_to
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+import re
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,6 +19,7 @@ from numpy.typing import NDArray
 OUTSIDE, FREE, VALUE, STRING, ESCAPED, NAME, NAME_ESCAPE, NUMBER = range(8)
 ANY_VALUE = b'{["-0123456789'  # the first bytes of values that matter here
 BLANKS, DIGITS, IN_EXPONENTS = b" \t\r\n", b"0123456789.", b"+-eE"  # a point counts as a digit
+STARTING_DIGITS = re.compile(rb"\d*(?:\.\d*)?")
 EXPONENT_DIGITS = 2  # a number with more may be too large for a double, which readers take for infinity
 # How a name may write control characters. All other characters of names stand for themselves.
 SPELLINGS = {json.dumps(chr(code))[2:-1] for code in range(32)} | {"u007f", '"', "\\"}
@@ -25,10 +27,10 @@ BEGUN = {spelling[:length] for spelling in SPELLINGS for length in range(1, 6)}
 
 
 class Level(NamedTuple):
-    """An object or array around a place of a text. names: of the object so far; None for an array. named: whether a
-    name comes next. around: the level outside."""
+    """An object or array around a place of a text. names: of the object so far, as they are written; None for an array.
+    named: whether a name comes next. around: the level outside."""
 
-    names: frozenset[str] | None
+    names: frozenset[bytes] | None
     named: bool
     around: Level | None
 
@@ -49,11 +51,30 @@ class Tokens:
 
     def __init__(self, texts: Sequence[bytes]) -> None:
         self.texts = texts
-        self.leading = np.array([len(text) - len(text.lstrip(DIGITS)) for text in texts], np.int32)  # [V]: digits
+        starts = map(STARTING_DIGITS.match, texts)
+        self.leading = np.array([start.end() if start else 0 for start in starts], np.int32)  # [V]: digits
+        self.most_leading = int(self.leading.max(initial=0))
         self.nonzero = np.array([text[:1] > b"0" for text in texts])  # [V]: of tokens that begin with digits
-        self.enders = np.array([index for index, text in enumerate(texts) if b'"' in text or b"\\" in text], np.int64)
-        pairs = [index for index in self.enders.tolist() if texts[index].count(b'"') > 1 or b"\\" in texts[index]]
-        self.pairs = np.array(pairs, np.int64)  # may hold a whole name
+        quoting = [index for index, text in enumerate(texts) if b'"' in text or b"\\" in text]
+        self.quoting = np.array(quoting, np.int64)
+
+        def chosen(holds: Callable[[bytes], object]) -> NDArray[np.int64]:
+            return np.array([index for index in quoting if holds(texts[index])], np.int64)
+
+        # Those that may break a rule: where a name comes, elsewhere between values, in strings, and in names beside
+        # those that end one.
+        between = re.compile(rb'[,{].*"[^"]*["\\]', re.DOTALL).search
+        self.between = chosen(between)
+        self.where_named = chosen(lambda text: b"\\" in text or text.count(b'"') > 3 or between(text))
+        self.in_strings = chosen(re.compile(rb'".*[,{].*"[^"]*["\\]', re.DOTALL).search)
+        self.in_names = chosen(lambda text: b'\\"' in text or text.count(b'"') > 2 or misspells(text.split(b'"')[0]))
+        self.ending: dict[bytes, list[int]] = {}  # the tokens that end a name, by what they add to it
+        self.whole: dict[bytes, list[int]] = {}  # those that hold one
+        for index in quoting:
+            added, *more = texts[index].split(b'"')
+            self.ending.setdefault(added, []).append(index)
+            if len(more) > 1:
+                self.whole.setdefault(more[0], []).append(index)
 
 
 @dataclass(frozen=True)
@@ -73,8 +94,8 @@ class JsonGuard:
     def push(self, state: State, token: int) -> State | None:
         """The state behind a token; None if an object then repeats a name or misspells one. Digits are not checked."""
         text = self.tokens.texts[token]
-        if state.kind == STRING and b'"' not in text and b"\\" not in text:
-            return state
+        if state.kind in (STRING, NAME) and b'"' not in text and b"\\" not in text:
+            return state if state.kind == STRING else state._replace(text=state.text + text)
         for byte in text:
             after = self._step(state, byte)
             if after is None:
@@ -86,14 +107,27 @@ class JsonGuard:
         """Remove the tokens [V] that the rules forbid behind a state."""
         if state.kind == NUMBER:
             self._bound_digits(state, mask)
-        elif state.level is not None or state.kind != OUTSIDE:
-            tokens = self.tokens.pairs
-            if state.kind == NAME:
-                tokens = self.tokens.enders
-            elif state.kind == NAME_ESCAPE:
-                tokens = np.flatnonzero(mask)
-            tokens = tokens[mask[tokens]]
-            mask[[token for token in tokens.tolist() if self.push(state, token) is None]] = False
+        elif state.kind != OUTSIDE:
+            tokens = self._doubtful(state, mask)
+            mask[[token for token in tokens[mask[tokens]].tolist() if self.push(state, token) is None]] = False
+
+    def _doubtful(self, state: State, mask: NDArray[np.bool_]) -> NDArray[np.int64]:
+        """The tokens that may break a rule of names behind a state."""
+        if state.kind == NAME_ESCAPE:
+            return np.flatnonzero(mask[: len(self.tokens.texts)])
+        if state.kind in (STRING, ESCAPED):
+            return self.tokens.in_strings
+        if state.kind != NAME or state.level is None or state.level.names is None:
+            if state.level is None or not state.level.named:
+                return self.tokens.between
+            always = self.tokens.where_named
+            found = [self.tokens.whole.get(name, ()) for name in state.level.names or ()]
+        elif any(b"\x7f" in name for name in state.level.names):
+            return self.tokens.quoting  # the only character with two spellings
+        else:
+            rests = (name[len(state.text) :] for name in state.level.names if name.startswith(state.text))
+            always, found = self.tokens.in_names, [self.tokens.ending.get(rest, ()) for rest in rests]
+        return np.concatenate([always, np.array([token for tokens in found for token in tokens], np.int64)])
 
     def is_long(self, state: State, token: int) -> bool:
         """Whether a token may exceed the bound of a number's digits."""
@@ -106,6 +140,8 @@ class JsonGuard:
 
     def _bound_digits(self, state: State, mask: NDArray[np.bool_]) -> None:
         """A number that may end ends at the bound. One that must not, as 0.000… above 0, has no further zeros there."""
+        if self._left(state) >= self.tokens.most_leading:
+            return
         size = len(self.tokens.leading)
         longer = mask[:size] & (self.tokens.leading > self._left(state))
         rest = mask[:size] & ~longer
@@ -164,14 +200,27 @@ class JsonGuard:
     def _named(self, level: Level | None, text: bytes) -> State | None:
         """Behind a name."""
         assert level is not None and level.names is not None
-        name: Any = json.loads(b'"' + text + b'"', strict=False)
-        if name in level.names:
+        if b"\\u007f" in text:
+            text = json.dumps(json.loads(b'"' + text + b'"', strict=False), ensure_ascii=False)[1:-1].encode()
+        if text in level.names:
             return None
-        return State(VALUE, Level(level.names | {name}, False, level.around))
+        return State(VALUE, Level(level.names | {text}, False, level.around))
 
     def _behind(self, level: Level | None) -> State:
         """Behind a value."""
         return State(OUTSIDE) if level is None else State(VALUE, level)
+
+
+def misspells(text: bytes) -> bool:
+    """Whether a part of a name, from a whole character on, has an escape that no name may have."""
+    state: State | None = State(NAME, None)
+    for byte in text:
+        if state is None:
+            return True
+        kind = NAME_ESCAPE if byte == ord("\\") else NAME
+        added = state.text + bytes((byte,))
+        state = State(kind, None, added) if state.kind == NAME else escaped(None, added)
+    return state is None
 
 
 def escaped(level: Level | None, text: bytes) -> State | None:
