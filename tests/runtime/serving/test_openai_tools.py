@@ -124,6 +124,25 @@ def test_a_named_function_is_called(client: Any, kind: str, speculative: Any) ->
 
 
 @pytest.mark.parametrize("kind", ["hermes", "llama"])
+def test_the_number_of_a_row_comes_back_exactly(client: Any, kind: str) -> None:
+    schema = {"properties": {"id": {"enum": [1098765432109876543]}}, "required": ["id"], "additionalProperties": False}
+    tool = {"type": "function", "function": {"name": "close", "parameters": schema}}
+    (call,) = ask(client, tools=[tool], tool_choice="required", parallel_tool_calls=False).choices[0].message.tool_calls
+    assert json.loads(call.function.arguments) == {"id": 1098765432109876543}
+
+
+@HERMES
+def test_a_tool_that_cannot_be_enforced_is_named_where_it_must_be(client: Any, kind: str) -> None:
+    schema = {"type": "object", "properties": {"x": {"type": "array", "uniqueItems": True}}}
+    tools = [TOOLS[0], {"type": "function", "function": {"name": "odd", "parameters": schema}}]
+    assert ask(client, tools=tools, max_tokens=3).choices[0].finish_reason == "length"
+    with pytest.raises(
+        openai.BadRequestError, match=r"tools\[1\]\.function\.parameters\.properties\.x\.uniqueItems: this"
+    ):
+        ask(client, tools=tools, tool_choice="required")
+
+
+@pytest.mark.parametrize("kind", ["hermes", "llama"])
 def test_a_demanded_call_that_is_cut_leaves_no_markup(client: Any, kind: str) -> None:
     for length in (1, 4, 9, 30):
         for choice in ("required", {"type": "function", "function": {"name": "weather"}}):
