@@ -91,19 +91,17 @@ class SchemaReader:
 
     def __init__(self, root: Mapping[str, Any], place: str) -> None:
         self._root, self._place = root, place
-        self._targets: dict[str, int] = {}  # the definition that each reference leads to
-        self._definitions: list[Any] = []  # None for one that is not read yet
+        self._references: list[str] = []
+        self._targets: dict[str, int] = {}  # their places in this list, which are the numbers of definitions
         self._digits = LEAST_DIGITS
         self._doubtful = ""
 
     def read(self) -> Schema:
         node = self._read(self._root, self._place)
-        read = 0
-        while read < len(self._definitions):
-            reference = list(self._targets)[read]
-            self._definitions[read] = self._read(self._raw(reference), self._where(reference))
-            read += 1
-        return Schema(node, self._definitions, self._digits, self._doubtful)
+        definitions: list[Any] = []
+        for reference in self._references:  # to which reading one may add
+            definitions.append(self._read(self._raw(reference), self._where(reference)))
+        return Schema(node, definitions, self._digits, self._doubtful)
 
     def _read(self, node: Any, place: str) -> Any:
         """A schema as the library may see it; a Literal for one that it cannot express."""
@@ -146,6 +144,8 @@ class SchemaReader:
         is_number = isinstance(value, (int, float)) and (not isinstance(value, bool) or key.startswith("exclusive"))
         if key in (*LOW, *HIGH, "multipleOf") and not is_number:
             raise refused(inside, f"this must be a number, not {shown(value)}")
+        if key == "required" and not (isinstance(value, list) and all(isinstance(each, str) for each in value)):
+            raise refused(inside, f"this must be a list of names, not {shown(value)}")
         self._check_numbers(value, inside)
         return value
 
@@ -173,8 +173,8 @@ class SchemaReader:
         if reference not in self._targets:
             if self._raw(reference) is None:
                 raise refused(place, f"{shown(reference)} is not present: a reference leads to a place of its schema")
-            self._targets[reference] = len(self._targets)
-            self._definitions.append(None)
+            self._targets[reference] = len(self._references)
+            self._references.append(reference)
         return self._targets[reference]
 
     def _raw(self, reference: str) -> Any:
@@ -201,7 +201,7 @@ class SchemaReader:
         options, raws = kept["oneOf"], [self._resolved(each) for each in node["oneOf"]]
         if len(options) > MOST_OPTIONS:
             raise refused(at(place, "oneOf"), f"at most {MOST_OPTIONS} options are supported")
-        bare = [set(each) & SUPPORTED == {"type"} and each["type"] for each in raws]
+        bare = [set(each) & SUPPORTED <= {"type", "format"} and each.get("type") for each in raws]
         if "integer" in bare and "number" in bare:  # then a whole number is both, and the other numbers are one
             rest = [index for index, each in enumerate(bare) if each not in ("integer", "number")]
             options = [*(options[index] for index in rest), Literal(FRACTION, at(place, "oneOf"))]

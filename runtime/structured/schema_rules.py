@@ -86,7 +86,8 @@ class SchemaWriter:
     def _write_object(self, node: Mapping[str, Any], rule: str, literal: Literal) -> None:
         """An object with its properties in their order, and no others: rule_{i} and rule_{i}c are what follows from
         property i on, the latter behind a comma's place."""
-        names, required = list(node["properties"]), set(node.get("required", ()))
+        names = [name for name, each in node["properties"].items() if each is not False]
+        required = set(node.get("required", ()))
         if unknown := sorted(required.difference(names)):
             raise refused(literal.place, f"a number that no double holds needs {unknown[0]:.100} in properties, too")
         self._others(node, rule, "object", f'"{{" SP? {rule}_0')

@@ -136,9 +136,7 @@ def test_a_tool_that_cannot_be_enforced_is_named_where_it_must_be(client: Any, k
     schema = {"type": "object", "properties": {"x": {"type": "array", "uniqueItems": True}}}
     tools = [TOOLS[0], {"type": "function", "function": {"name": "odd", "parameters": schema}}]
     assert ask(client, tools=tools, max_tokens=3).choices[0].finish_reason == "length"
-    with pytest.raises(
-        openai.BadRequestError, match=r"tools\[1\]\.function\.parameters\.properties\.x\.uniqueItems: this"
-    ):
+    with pytest.raises(openai.BadRequestError, match=r"tools\[1\]\.function\.parameters\.properties\.x\.uniqueItems: "):
         ask(client, tools=tools, tool_choice="required")
 
 

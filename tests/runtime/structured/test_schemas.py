@@ -107,7 +107,7 @@ LITERAL: dict[str, tuple[dict[str, Any], list[str], list[str]]] = {
     "a wide decimal": ({"type": "number", "maximum": 1e308}, ["0", "-7.5"], ["1e309"]),
     "a property": (listed(BIG, 7), [f'{{"id": {BIG}}}', '{"id": 7}'], ["{}", '{"id": 8}', f'{{"id": {BIG - 21}}}']),
     "optional ones": (
-        {"properties": {"a": {"const": BIG}, "b": {}, "c": {"const": -BIG}}},
+        {"properties": {"a": {"const": BIG}, "b": {}, "no": False, "c": {"const": -BIG}}},
         ["{}", f'{{"a":{BIG}}}', f'{{"b": [1],"c":{-BIG}}}', f'{{ "a": {BIG}, "b": {{}}, "c": {-BIG} }}'],
         ['{"c": 1}', f'{{"c": {-BIG}, "b": 1}}', f'{{"a": {BIG},}}'],
     ),
@@ -208,6 +208,11 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "no reference": ({"$ref": 1}, "$ref: this must be text"),
     "no schema": ({"items": 1}, "items: a schema is an object"),
     "no schemas": ({"properties": []}, "properties: this must be an object"),
+    "no names": ({"required": "ab"}, "required: this must be a list of names"),
+    "a literal beside a name that may not be": (
+        {"properties": {"a": {"const": BIG}, "b": False}, "required": ["b"]},
+        "properties.a.const: a number that no double holds needs b",
+    ),
     "no list": ({"anyOf": {}}, "anyOf: this must be a list"),
     "no type": ({"type": ["null", "int"]}, "type: a type is one of"),
     "no count": ({"minLength": 1.5}, "minLength: this must be a whole number"),
