@@ -31,6 +31,16 @@ def parse_decimal(text: str) -> float:
     return value
 
 
+def unambiguous(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object. Raises RequestError for a duplicate name, because parsers disagree which value counts."""
+    content = dict(pairs)
+    if len(content) < len(pairs):
+        seen: set[str] = set()
+        twice = next(name for name, _ in pairs if name in seen or seen.add(name))  # type: ignore[func-returns-value]
+        raise RequestError(f"{shown(twice)} is given twice: send it once")
+    return content
+
+
 @dataclass(frozen=True, slots=True)
 class StructuredOutput:
     """The form of a text, with vLLM's names. Exactly one field is set. Raises RequestError otherwise, and for a field
@@ -123,7 +133,9 @@ def schema_text(schema: Any, place: str = "") -> str:
     if isinstance(schema, str) and len(schema) > MAX_FORM:
         raise too_long_error("json", len(schema))
     try:
-        content = json.loads(schema, parse_float=parse_decimal) if isinstance(schema, str) else schema
+        content = schema
+        if isinstance(schema, str):
+            content = json.loads(schema, object_pairs_hook=unambiguous, parse_float=parse_decimal)
         if not isinstance(content, Mapping):
             raise RequestError(f"json must be a JSON schema, an object, not {shown(content)}")
         for inside, number in numbers_in(content, place):

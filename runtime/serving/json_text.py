@@ -9,7 +9,7 @@ from math import isfinite
 from typing import Any
 
 from ...models.errors import RequestError, shown
-from ..sampling.structured import parse_decimal
+from ..sampling.structured import parse_decimal, unambiguous
 
 MAX_DEPTH = 32  # levels of nested lists and objects; the deepest field of a request has 5
 AT_A_TIME = 32  # items of an array that are written as one piece; 50 kB with 20 alternatives each
@@ -31,16 +31,6 @@ def parse(text: str) -> Any:
             raise
         raise RequestError("a number has thousands of digits") from error
     check(content)
-    return content
-
-
-def unambiguous(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """An object. Raises RequestError for a duplicate name, because parsers disagree which value counts."""
-    content = dict(pairs)
-    if len(content) < len(pairs):
-        seen: set[str] = set()
-        twice = next(name for name, _ in pairs if name in seen or seen.add(name))  # type: ignore[func-returns-value]
-        raise RequestError(f"{shown(twice)} is given twice: send it once")
     return content
 
 

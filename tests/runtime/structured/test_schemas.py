@@ -232,6 +232,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "an empty range": ({"type": "integer", "minimum": BIG, "maximum": 7}, "minimum: no number lies between"),
     "no value of the type": ({"type": "string", "const": BIG}, "const: no value has the demanded type"),
     "too many digits": ({"const": 10**200}, "const: a whole number of more than 100 digits"),
+    "a name twice": ('{"type": "string", "type": "null"}', "'type' is given twice"),
     "a long decimal": (
         '{"properties": {"a": {"minimum": 0.12345678901234567890}}}',
         "properties.a.minimum: 0.12345678901",
