@@ -107,7 +107,7 @@ class JsonGuard:
         """Remove the tokens [V] that the rules forbid behind a state."""
         if state.kind == NUMBER:
             self._bound_digits(state, mask)
-        elif state.kind != OUTSIDE:
+        if state.kind != OUTSIDE:
             tokens = self._doubtful(state, mask)
             mask[[token for token in tokens[mask[tokens]].tolist() if self.push(state, token) is None]] = False
 
