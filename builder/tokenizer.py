@@ -14,11 +14,21 @@ from tokenizers import Tokenizer as TokenizerJson
 
 from ..models.errors import BundleError, CheckpointError, ConfigError, shown
 from ..models.plain_files import MOST_JSON, MOST_TOKENIZER, check_plain, parse_object, read_plain
-from ..runtime.text.tokenizer import SETTINGS, TEMPLATE, TOKENIZER, Tokenizer, read_settings, special_tokens
+from ..runtime.text.tokenizer import (
+    DEFAULT,
+    SETTINGS,
+    TEMPLATE,
+    TOKENIZER,
+    Tokenizer,
+    read_settings,
+    read_templates,
+    special_tokens,
+)
 from .sentencepiece import put_around, read_sentencepiece, tokenizer_of
 
 SENTENCEPIECE, ADDED = "tokenizer.model", "added_tokens.json"
 TOKENIZER_FILES = (TOKENIZER, SENTENCEPIECE, SETTINGS, TEMPLATE, ADDED)  # that are read of a checkpoint
+TEMPLATES, MOST_TEMPLATES = "additional_chat_templates", 16  # a folder of templates by name, and its most files
 
 
 def convert_tokenizer(source: Path, destination: Path) -> Tokenizer:
@@ -37,6 +47,9 @@ def convert_tokenizer(source: Path, destination: Path) -> Tokenizer:
         for name in (SETTINGS, TEMPLATE):
             if (source / name).is_file():
                 shutil.copyfile(source / name, destination / name)
+        if files := additional_templates(source):
+            templates = read_templates(source) if (source / TEMPLATE).is_file() else {}
+            write_templates(templates | {file.stem: file.read_text(encoding="utf-8") for file in files}, destination)
         return Tokenizer.load(destination)
     except BundleError as error:  # Tokenizer raises errors of bundles, but here the checkpoint is wrong
         raise CheckpointError(f"the tokenizer of {source} cannot be used: {error}") from error
@@ -86,6 +99,27 @@ def other_model(folder: Path, text: str, index: int | None, found: str) -> Check
         f"{folder}: the added token {text!r} has id {index}, but {found}: the two files belong to different models, "
         "copy both again"
     )
+
+
+def additional_templates(source: Path) -> list[Path]:
+    """The files of a checkpoint's further chat templates."""
+    files = sorted((source / TEMPLATES).glob("*.jinja"))
+    if len(files) > MOST_TEMPLATES:
+        raise CheckpointError(f"{source / TEMPLATES} has {len(files)} chat templates and may have {MOST_TEMPLATES}")
+    for file in files:
+        check_plain_file(file, MOST_JSON)
+    return files
+
+
+def write_templates(templates: Mapping[str, str], folder: Path) -> None:
+    """Write the chat templates of a bundle: one as a file, several by name into the settings of the tokenizer."""
+    if set(templates) == {DEFAULT}:
+        (folder / TEMPLATE).write_text(templates[DEFAULT], encoding="utf-8", newline="")
+        return
+    listed = [{"name": name, "template": template} for name, template in templates.items()]
+    content = json.dumps({**read_settings(folder / SETTINGS), "chat_template": listed}, indent=2)
+    (folder / SETTINGS).write_text(content + "\n", encoding="utf-8")
+    (folder / TEMPLATE).unlink(missing_ok=True)
 
 
 def check_plain_file(file: Path, most: int) -> None:

@@ -28,7 +28,7 @@ from ..runtime.engines.base import EngineSpec
 from ..runtime.engines.comparison import Comparison
 from ..runtime.engines.compatibility import TensorRTPlan
 from ..runtime.inspection.machine import abilities, look_around
-from ..runtime.text.tokenizer import read_template
+from ..runtime.text.tokenizer import DEFAULT, read_templates
 from .options import DRAFT_THREADS, PROVIDER, THREADS, positive
 
 REQUESTS = 8  # whose memory is shown
@@ -59,7 +59,8 @@ def run(args: argparse.Namespace) -> int:
         other = "--json, which holds the template, too" if args.json else "--open"
         raise ConfigError(f"--chat-template prints nothing else: leave it out, or {other}")
     bundle = EngineBundle.open(args.bundle)
-    template = read_template(bundle.folder)
+    templates = read_templates(bundle.folder)
+    template = templates.get(DEFAULT, next(iter(templates.values()), None))
     if args.chat_template:
         if template is None:
             raise RequestError(f"{bundle.folder} has no chat template: its model completes texts")
@@ -78,6 +79,7 @@ def run(args: argparse.Namespace) -> int:
             "formats": {role: format_of_weight(spec) for role, spec in specs.items()},
             "draft_vocabulary": specs[DRAFT].model.num_logits if bundle.has_draft else None,
             "chat_template": template,
+            "chat_templates": templates,
             "memory_of_requests": {role: full_bytes(bundle, role, requests) for role in specs},
             "obstacles": obstacles,
             "memory": memory,
@@ -213,8 +215,10 @@ def describe(bundle: EngineBundle, requests: int = REQUESTS) -> Table:
     if costs.compared is not None:
         table.add_row("compared", escape(costs.compared.described))
     table.caption = f"vocabulary {engines[0].model.vocab_size}, up to {manifest.max_length} tokens of prompt and output"
-    template = read_template(bundle.folder)
-    table.caption += "\nno chat template" if template is None else f"\nchat template of {len(template)} characters"
+    for name, template in (templates := read_templates(bundle.folder)).items():
+        table.caption += f"\nchat template of {len(template)} characters"
+        table.caption += "" if name == DEFAULT else f", {printable(name)}"
+    table.caption += "" if templates else "\nno chat template"
     if not bundle.has_draft:
         table.caption += "\nno draft: decodes plainly or by prompt lookup"
     if costs.source != HERE:

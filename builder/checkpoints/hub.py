@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from ...models.errors import CheckpointError
 from ...models.plain_files import MOST_TOKENIZER
 from ..progress import Begin, Step
-from ..tokenizer import TOKENIZER_FILES
+from ..tokenizer import MOST_TEMPLATES, TEMPLATES, TOKENIZER_FILES
 from . import lora
 from .safetensors import INDEX, WEIGHTS, weight_map
 
@@ -120,8 +120,10 @@ def download(hub: HfApi, wanted: HubId, kind: Kind, begin: Begin) -> Path:
     """Download the files that are read into huggingface_hub's cache and return their folder. Raises CheckpointError and
     huggingface_hub's errors."""
     info = hub.model_info(wanted.repository, revision=wanted.revision, files_metadata=True, timeout=TIMEOUT)
-    sizes = {file.rfilename: file.size or 0 for file in info.siblings or () if "/" not in file.rfilename}
+    sizes = {file.rfilename: file.size or 0 for file in info.siblings or ()}
     settings = [name for name in kind.settings if name in sizes]
+    if kind is MODEL:
+        settings += [name for name in sorted(sizes) if os.path.split(name)[0] == TEMPLATES][:MOST_TEMPLATES]
     if kind.settings[0] not in settings:
         raise CheckpointError(f"{wanted} on the Hugging Face Hub has no {kind.settings[0]}: choose {kind.words}")
     if large := [name for name in settings if sizes[name] > MOST_TOKENIZER]:

@@ -3,14 +3,42 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
+from decimal import Decimal
+from math import isfinite
 from typing import Any
 
 from ...models.errors import RequestError, shown
 
 MAX_FORM = 1 << 16  # characters of a schema, a regular expression, a grammar, or all choices
 MAX_CHOICES = 1024
+SURE_DIGITS = 15  # a decimal of so many characters is the double that is nearest to it, as repr writes it
+
+
+class LongDecimal(float):
+    """A decimal of a JSON text with more digits than a double holds. text: as it was written."""
+
+    text: str
+
+
+def parse_decimal(text: str) -> float:
+    """A decimal of a JSON text; a LongDecimal if the double is another number."""
+    value = float(text)
+    if len(text) > SURE_DIGITS and isfinite(value) and Decimal(text) != Decimal(repr(value)):
+        value = LongDecimal(value)
+        value.text = text
+    return value
+
+
+def unambiguous(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object. Raises RequestError for a duplicate name, because parsers disagree which value counts."""
+    content = dict(pairs)
+    if len(content) < len(pairs):
+        seen: set[str] = set()
+        twice = next(name for name, _ in pairs if name in seen or seen.add(name))  # type: ignore[func-returns-value]
+        raise RequestError(f"{shown(twice)} is given twice: send it once")
+    return content
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,20 +97,68 @@ class StructuredOutput:
         return '{"type": "object"}' if self.json_object else str(self.json or self.regex or self.grammar or "")
 
 
+@dataclass(frozen=True, slots=True)
+class AnswerWithCalls(StructuredOutput):
+    """The form of an answer that calls tools, made by this server.
+
+    rules: in Lark's notation. schemas: the name of a rule, the place of its schema in the request, and the schema as
+    text. begins, opens: where JSON stands in the text, see JsonGuard.
+    """
+
+    rules: str = ""
+    schemas: tuple[tuple[str, str, str], ...] = ()
+    begins: bytes = b""
+    opens: bytes = b""
+
+    def __post_init__(self) -> None:
+        if len(self.text) > MAX_FORM:
+            raise too_long_error("tools and response_format together", len(self.text))
+
+    @property
+    def kind(self) -> str:
+        return "tools"
+
+    @property
+    def text(self) -> str:
+        return "\n".join([self.rules, *(schema for _, _, schema in self.schemas)])
+
+
 def too_long_error(kind: str, size: int) -> RequestError:
     return RequestError(f"{kind} has {size} characters and may have {MAX_FORM}: shorten it")
 
 
-def schema_text(schema: Any) -> str:
-    """A JSON schema as text. Raises RequestError if it is no JSON object."""
+def schema_text(schema: Any, place: str = "") -> str:
+    """A JSON schema as text. place: of the schema in the request. Raises RequestError if it is no JSON object, and for
+    a number that was changed when it was read."""
     if isinstance(schema, str) and len(schema) > MAX_FORM:
         raise too_long_error("json", len(schema))
     try:
-        content = json.loads(schema) if isinstance(schema, str) else schema
+        content = schema
+        if isinstance(schema, str):
+            content = json.loads(schema, object_pairs_hook=unambiguous, parse_float=parse_decimal)
         if not isinstance(content, Mapping):
             raise RequestError(f"json must be a JSON schema, an object, not {shown(content)}")
+        for inside, number in numbers_in(content, place):
+            if isinstance(number, LongDecimal):
+                raise RequestError(f"{inside}: {number.text:.60} has more digits than a double holds: shorten it")
         return json.dumps(content, allow_nan=False)
     except RequestError:
         raise
     except (TypeError, ValueError, RecursionError) as error:
         raise RequestError(f"json must be a JSON schema, but is no valid JSON ({shown(str(error))})") from error
+
+
+def numbers_in(value: Any, place: str) -> Iterator[tuple[str, int | float]]:
+    """The numbers of a JSON value, with their places."""
+    if isinstance(value, (int, float)) and not isinstance(value, bool):
+        yield place, value
+    elif isinstance(value, (list, Mapping)):
+        for key, each in value.items() if isinstance(value, Mapping) else enumerate(value):
+            yield from numbers_in(each, at(place, key))
+
+
+def at(place: str, *keys: str | int) -> str:
+    """The place of a value inside another, as in a program: `properties.id.enum[0]`."""
+    for key in keys:
+        place += f"[{key}]" if isinstance(key, int) else f"{'.' if place else ''}{key:.100}"
+    return place

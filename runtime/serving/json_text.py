@@ -9,6 +9,7 @@ from math import isfinite
 from typing import Any
 
 from ...models.errors import RequestError, shown
+from ..sampling.structured import parse_decimal, unambiguous
 
 MAX_DEPTH = 32  # levels of nested lists and objects; the deepest field of a request has 5
 AT_A_TIME = 32  # items of an array that are written as one piece; 50 kB with 20 alternatives each
@@ -20,7 +21,7 @@ def parse(text: str) -> Any:
     cannot represent: a duplicate name in an object, a number out of range, half of a surrogate pair, more than
     MAX_DEPTH levels."""
     try:
-        content = json.loads(text, object_pairs_hook=unambiguous)
+        content = json.loads(text, object_pairs_hook=unambiguous, parse_float=parse_decimal)
     except json.JSONDecodeError as error:
         raise RequestError(str(error)) from error
     except RecursionError as error:
@@ -30,16 +31,6 @@ def parse(text: str) -> Any:
             raise
         raise RequestError("a number has thousands of digits") from error
     check(content)
-    return content
-
-
-def unambiguous(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """An object. Raises RequestError for a duplicate name, because parsers disagree which value counts."""
-    content = dict(pairs)
-    if len(content) < len(pairs):
-        seen: set[str] = set()
-        twice = next(name for name, _ in pairs if name in seen or seen.add(name))  # type: ignore[func-returns-value]
-        raise RequestError(f"{shown(twice)} is given twice: send it once")
     return content
 
 

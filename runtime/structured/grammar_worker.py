@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import json
 import os
+import re
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,17 +30,36 @@ def prepare(setting: dict[str, Any]) -> LLTokenizer:
 
 def outcome(tokenizer: LLTokenizer, line: bytes) -> dict[str, str]:
     """{"text": the grammar in llguidance's own form, "bytes": the memory that it takes}, or the reason why it cannot be
-    used."""
+    used. The line has the parts of a form that may be tried alone, with their places, to name the one that is wrong."""
     form, before = json.loads(line), resident_bytes()
+    grammar, problem, matcher = attempt(tokenizer, form["kind"], form["text"])
+    if problem and form["parts"]:
+        parts = ((attempt(tokenizer, form["kind"], part["text"])[1], part) for part in form["parts"])
+        problem, wrong = next((each for each in parts if each[0]), (problem, {"place": "", "one_of": ""}))
+        place = wrong["place"]
+        within = re.search(r"failed to compile JSON schema: (.*)", problem)
+        problem = within[1] if within else problem  # not a grammar that the client did not write
+        if "coerce_one_of" in problem:
+            place, problem = (
+                wrong["one_of"] or place,
+                "the options may hold together, which is not supported: use anyOf",
+            )
+        problem = f"{place}: {problem}" if place else problem
+    taken = max(0, resident_bytes() - before)
+    del matcher  # not before its memory was measured
+    return {"error": problem[:500]} if problem else {"text": grammar, "bytes": str(taken)}
+
+
+def attempt(tokenizer: LLTokenizer, kind: str, text: str) -> tuple[str, str, LLMatcher | None]:
+    """A grammar in llguidance's own form, the reason why it cannot be used, empty if it can, and its matcher."""
     try:
-        grammar = translate(form["kind"], form["text"])
+        grammar = translate(kind, text)
         matcher = open_matcher(tokenizer, grammar)
-        problem = matcher.get_error() if matcher.is_error() else first_problem(matcher)
+        return grammar, matcher.get_error() if matcher.is_error() else first_problem(matcher), matcher
     except MemoryError:
-        problem = f"it needs more than {MEMORY_BYTES >> 20} MiB of memory"
+        return "", f"it needs more than {MEMORY_BYTES >> 20} MiB of memory", None
     except Exception as error:  # the library raises several types
-        problem = str(error) or type(error).__name__
-    return {"error": problem[:500]} if problem else {"text": grammar, "bytes": str(max(0, resident_bytes() - before))}
+        return "", str(error) or type(error).__name__, None
 
 
 def resident_bytes() -> int:
@@ -60,17 +80,13 @@ def open_tokenizer(tokenizer: str, vocab_size: int, eos: list[int]) -> LLTokeniz
 
 
 def translate(kind: str, text: str) -> str:
-    """The grammar of a StructuredOutput in llguidance's own form. Raises ValueError."""
-    from llguidance import LLMatcher, grammar_from
+    """A grammar in llguidance's own form. kind: "regex", "lark" or "gbnf". Raises ValueError."""
+    from llguidance import LLMatcher
+    from llguidance.gbnf_to_lark import gbnf_to_lark
 
-    if kind in ("json", "json_object"):
-        defaults: Any = {"whitespace_pattern": WHITESPACE}
-        return LLMatcher.grammar_from_json_schema(text, defaults=defaults, overrides={"lenient": False})
     if kind == "regex":
         return LLMatcher.grammar_from_regex(text)
-    if kind == "choice":
-        return LLMatcher.grammar_from_lark("start: " + " | ".join(map(json.dumps, json.loads(text))))
-    return grammar_from("grammar", text)
+    return LLMatcher.grammar_from_lark(gbnf_to_lark(text) if kind == "gbnf" else text)
 
 
 def open_matcher(tokenizer: LLTokenizer, grammar: str) -> LLMatcher:

@@ -23,7 +23,9 @@ from ..text.tokenizer import Tokenizer
 from ..text.tokenizer_worker import is_failure
 from ..text.worker_pool import WorkerPool
 from . import grammar_worker
+from .forms import written_form
 from .grammar_worker import open_matcher, open_tokenizer
+from .json_guard import JsonGuard, Tokens
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
@@ -49,15 +51,23 @@ class Share:
 class Grammar:
     """A compiled grammar. Requests with the same grammar share what the library learns about it."""
 
-    def __init__(self, matcher: LLMatcher, vocab_size: int, special: NDArray[np.int64], share: Share) -> None:
+    def __init__(
+        self,
+        matcher: LLMatcher,
+        vocab_size: int,
+        special: NDArray[np.int64],
+        share: Share,
+        guard: JsonGuard | None = None,
+    ) -> None:
         """matcher: at its beginning. vocab_size: of the model. special: the special tokens, and those that end a text.
-        share: of the memory, which the matcher and its copies take."""
+        share: of the memory, which the matcher and its copies take. guard: further rules of JSON."""
         self._matcher, self._vocab_size, self._special = matcher, vocab_size, special
-        self.share = share
+        self.share, self._guard = share, guard
 
     def start(self) -> MatcherConstraint:
         """The constraint of a new text."""
-        return MatcherConstraint(self._matcher.deep_copy(), self._vocab_size, self._special, self.share)
+        matcher = self._matcher.deep_copy()
+        return MatcherConstraint(matcher, self._vocab_size, self._special, self.share, self._guard)
 
     @property
     def usable(self) -> bool:
@@ -70,10 +80,18 @@ class Grammar:
 class MatcherConstraint:
     """A Constraint over llguidance's matcher."""
 
-    def __init__(self, matcher: LLMatcher, vocab_size: int, special: NDArray[np.int64], share: Share) -> None:
+    def __init__(
+        self,
+        matcher: LLMatcher,
+        vocab_size: int,
+        special: NDArray[np.int64],
+        share: Share,
+        guard: JsonGuard | None = None,
+    ) -> None:
         """See Grammar."""
         self._matcher, self._vocab_size, self._special = matcher, vocab_size, special
         self._share = share  # a copy holds the grammar's tables
+        self._guard, self._states = guard, [] if guard is None else [guard.start()]  # behind each token
 
     @property
     def ended(self) -> bool:
@@ -95,17 +113,34 @@ class MatcherConstraint:
                 f"the structured output demands the token {refused[0]} where it cannot stand: a token that ends the "
                 "text inside the text, or the name of a special token as text: leave it out"
             )
+        if self._guard is not None:
+            self._guard.forbid(self._states[-1], mask)
+            if not mask.any():
+                raise RequestError(
+                    "the structured output demands a further name of an object, and all names that it allows are "
+                    "used: allow more names, or demand fewer"
+                )
         return mask
 
     def advance(self, token: int) -> bool:
         """See Constraint."""
+        after = []
+        if self._guard is not None:
+            state = self._guard.push(self._states[-1], token)
+            if state is None or (self._guard.is_long(self._states[-1], token) and not self.allowed()[token]):
+                return False
+            after.append(state)
         advanced = self._matcher.try_consume_tokens([token]) == 1
         self._check()
+        if advanced:
+            self._states += after
         return advanced
 
     def roll_back(self, count: int) -> None:
         """See Constraint."""
         self._matcher.rollback(count)
+        if self._guard is not None:
+            del self._states[len(self._states) - count :]
         self._check()
 
     def _check(self) -> None:
@@ -132,7 +167,7 @@ class Grammars:
         self._lock, self._opening = Lock(), Lock()
         self._shares: WeakSet[Share] = WeakSet()  # of grammars that are kept or in use
         self._kept: OrderedDict[StructuredOutput, Grammar] = OrderedDict()  # the least recently used one first
-        self._opened: tuple[WorkerPool, LLTokenizer] | None = None
+        self._opened: tuple[WorkerPool, LLTokenizer, Tokens] | None = None
 
     def open(self) -> None:
         """Read the tokenizer, if the library is installed: it lets no other thread run, for a third of a second
@@ -159,13 +194,16 @@ class Grammars:
         requests leave too little memory for it."""
         if (known := self.find(form)) is not None:
             return known
+        written = written_form(form)
         with self._opening:
-            workers, tokenizer = self._open()
-        answer = workers.ask((json.dumps({"kind": form.kind, "text": form.text}) + "\n").encode(), given_up)
+            workers, tokenizer, tokens = self._open()
+        line = {"kind": written.kind, "text": written.text, "parts": written.parts}
+        answer = workers.ask((json.dumps(line) + "\n").encode(), given_up)
         if "text" not in answer:
             raise refusal(answer["error"])
         share = self._reserve(int(answer["bytes"]))  # before the memory is taken here, too
-        grammar = Grammar(open_matcher(tokenizer, answer["text"]), self._vocab_size, self._special, share)
+        guard = None if written.json is None else JsonGuard(tokens, *written.json)
+        grammar = Grammar(open_matcher(tokenizer, answer["text"]), self._vocab_size, self._special, share, guard)
         if not grammar.usable:
             raise refusal("it exceeds a limit")
         if not (beginning := grammar.start()).ended:
@@ -204,7 +242,7 @@ class Grammars:
         if opened is not None:
             opened[0].close()
 
-    def _open(self) -> tuple[WorkerPool, LLTokenizer]:
+    def _open(self) -> tuple[WorkerPool, LLTokenizer, Tokens]:
         """The processes, of which the first starts with the first grammar, and the library's tokenizer."""
         if self._opened is None:
             if find_spec(LIBRARY) is None:
@@ -223,7 +261,8 @@ class Grammars:
                 if not is_failure(error):
                     raise
                 raise RequestError(f"{LIBRARY} cannot read this model's tokenizer: {error}") from error
-            self._opened = pool, tokenizer
+            texts = [bytes(tokenizer.decode_bytes([token])) for token in range(self._vocab_size)]
+            self._opened = pool, tokenizer, Tokens(texts)
         return self._opened
 
 

@@ -19,9 +19,10 @@ def write_conversation(
     and as `Tokenizer.apply_chat_template` does."""
     written = to_template(messages)
     variables = {str(name): value for name, value in settings.template_kwargs.items()}
-    if settings.tools and knows_tools(tokenizer.chat_template):
+    known = knows_tools(tokenizer.template_for(bool(settings.tools)))
+    if settings.tools and known:
         variables["tools"] = list(settings.tools)
-    elif not knows_tools(tokenizer.chat_template):
+    elif not known:
         written = explained(written, settings.tools)
     message, mark = written[-1]["content"], uuid4().hex
     if settings.continue_final_message:

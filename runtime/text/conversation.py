@@ -15,9 +15,13 @@ Role = Literal["system", "developer", "user", "assistant", "tool"]
 ROLES: tuple[str, ...] = get_args(Role)
 Conversation = Sequence[Mapping[str, Any]]  # messages {"role", "content"}, perhaps with a "name"
 MAX_MESSAGES = 4096  # of a conversation, and parts of a message
-FIELDS = ("role", "content", "name")
-FIELDS_OF = {"assistant": ("tool_calls",), "tool": ("tool_call_id",)}
-
+# Fields of messages that would change the prompt, and the only role whose messages may have them, if any. Clients send
+# answers back with many others, which change nothing.
+MEANT = {
+    **dict.fromkeys(("audio", "files", "function_call", "images", "prefix", "refusal", "videos")),
+    "tool_calls": "assistant",
+    "tool_call_id": "tool",
+}
 
 # Names that are no further variables of a template: they have a setting of their own, or an argument.
 OWN_NAMES = (
@@ -60,7 +64,7 @@ def is_conversations(messages: object) -> TypeGuard[list[Conversation]]:
 
 def to_template(messages: Conversation) -> list[dict[str, Any]]:
     """The messages, each with a single text as content. Raises RequestError if `messages` is no conversation, or if a
-    message has a field that would be ignored."""
+    message has a field that is not supported and would change the prompt."""
     if isinstance(messages, (str, bytes, Mapping)) or not isinstance(messages, Sequence):
         raise RequestError(f"a conversation is a list of messages with role and content, not {shown(messages)}")
     if not messages:
@@ -72,22 +76,24 @@ def to_template(messages: Conversation) -> list[dict[str, Any]]:
 
 
 def message_to_template(place: str, message: Mapping[str, Any], called: dict[str, str]) -> dict[str, Any]:
-    """One message. Fields that are None or empty lists are ignored, because clients send answers back with them.
+    """One message. Fields that ask for nothing are ignored.
 
     "developer", OpenAI's newer name for "system", becomes "system", the role that LLaMA's templates know. An assistant
-    may call tools, and then needs no content. The message of a tool gets the name of the function that was called.
-    called: the functions by the ids of calls; this message's calls are added.
+    may call tools, and then needs no content. Its reasoning is for the template to write or to leave out. The message
+    of a tool gets the name of the function that was called. called: the functions by the ids of calls; this message's
+    calls are added.
     """
     if not isinstance(message, Mapping):
         raise RequestError(f"{place} must be a message with role and content, not {shown(message)}")
-    given = {str(name): value for name, value in message.items() if value is not None and value != []}
+    given = {
+        str(name): value for name, value in message.items() if value is not None and value is not False and value != []
+    }
     role, name = given.get("role"), given.get("name")
     if role not in ROLES:
         raise RequestError(f"{place}.role must be one of {', '.join(ROLES)}, not {shown(role)}")
-    known = (*FIELDS, *FIELDS_OF.get(str(role), ()))
     for each in given:
-        if each not in known:
-            raise RequestError(f"{place}.{each:.100} is not supported: a message of this role has {', '.join(known)}")
+        if each in MEANT and MEANT[each] != role:
+            raise RequestError(f"{place}.{each} is not supported in a message of this role: leave it out")
     if name is not None and not isinstance(name, str):
         raise RequestError(f"{place}.name must be text, not {shown(name)}")
     written: dict[str, Any] = {"role": "system" if role == "developer" else role}
@@ -99,6 +105,9 @@ def message_to_template(place: str, message: Mapping[str, Any], called: dict[str
         name = name or called[written["tool_call_id"]]
     if name is not None:
         written["name"] = name
+    for thoughts in ("reasoning", "reasoning_content"):
+        if role == "assistant" and isinstance(given.get(thoughts), str):
+            written["reasoning_content"] = given[thoughts]
     if "tool_calls" in given:
         written["tool_calls"] = calls_to_template(f"{place}.tool_calls", given["tool_calls"])
         called |= {call["id"]: call["function"]["name"] for call in written["tool_calls"]}
@@ -121,12 +130,14 @@ def calls_to_template(place: str, calls: Any) -> list[dict[str, Any]]:
 
 def call_to_template(place: str, call: Any) -> dict[str, Any]:
     """One call. Its arguments come as the JSON text of an object, or as an object. Text that is no JSON stays text: a
-    model may write such arguments, or be cut off in them, and a client sends its answer back."""
+    model may write such arguments, or be cut off in them, and a client sends its answer back. Other fields, such as the
+    index of a streamed call, change nothing."""
     function = call.get("function") if isinstance(call, Mapping) else None
-    if not isinstance(function, Mapping) or set(call) != {"id", "type", "function"} or call["type"] != "function":
+    if not isinstance(function, Mapping) or call.get("type") not in (None, "function"):
         raise RequestError(f'{place} must be a call with id, "type": "function" and function, not {shown(call)}')
-    named = isinstance(call["id"], str) and isinstance(function.get("name"), str)
-    if not named or set(function) != {"name", "arguments"}:
+    if not isinstance(call.get("id"), str):
+        raise RequestError(f"{place}.id must be text, not {shown(call.get('id'))}")
+    if not isinstance(function.get("name"), str) or "arguments" not in function:
         raise RequestError(f"{place}.function must have a name and arguments, not {shown(function)}")
     arguments = function["arguments"]
     content: Any = arguments
@@ -135,7 +146,7 @@ def call_to_template(place: str, call: Any) -> dict[str, Any]:
             content = json.loads(arguments or "{}")
     if not isinstance(content, Mapping) and (content is not arguments or not isinstance(arguments, str)):
         raise RequestError(f"{place}.function.arguments must be the JSON text of an object, not {shown(arguments)}")
-    return {**call, "function": {"name": function["name"], "arguments": content}}
+    return {"id": call["id"], "type": "function", "function": {"name": function["name"], "arguments": content}}
 
 
 def text_of(place: str, content: Any) -> str:
@@ -146,8 +157,10 @@ def text_of(place: str, content: Any) -> str:
         raise RequestError(f"{place}.content must be text, not {shown(content)}")
     if len(content) > MAX_MESSAGES:
         raise RequestError(f"{place}.content has {len(content)} parts: send at most {MAX_MESSAGES}")
-    for part in content:
-        alone = isinstance(part, Mapping) and set(part) == {"type", "text"} and part["type"] == "text"
-        if not alone or not isinstance(part["text"], str):
-            raise RequestError(f'{place}.content holds parts {{"type": "text", "text"}} only, not {shown(part)}')
+    for index, part in enumerate(content):
+        if not isinstance(part, Mapping) or part.get("type") != "text" or not isinstance(part.get("text"), str):
+            raise RequestError(
+                f'{place}.content[{index}] must be a part {{"type": "text", "text"}}, not {shown(part)}: other parts '
+                "are not supported"
+            )
     return "\n".join(part["text"] for part in content)

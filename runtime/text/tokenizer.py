@@ -22,6 +22,8 @@ from .tokenizer_process import TokenizerProcess
 from .tokenizer_worker import first_problem, is_failure
 
 TOKENIZER, SETTINGS, TEMPLATE = "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"
+DEFAULT, TOOL_USE = "default", "tool_use"  # names of chat templates; others, as "rag", are kept and not used
+USED = {DEFAULT, TOOL_USE}
 
 # A batch of one text leaves further threads nothing to do. Without this the library starts one for each core.
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -34,15 +36,17 @@ class Tokenizer:
         self,
         backend: TokenizerJson,
         special_tokens: Mapping[str, str] | None = None,
-        chat_template: str | None = None,
+        chat_templates: Mapping[str, str] | None = None,
         process: TokenizerProcess | None = None,
     ) -> None:
-        """special_tokens: texts of "bos_token", "eos_token" and other special tokens. chat_template: Jinja source.
-        process: encodes the texts in place of `backend`, whose cost is not proved, see `read_backend`."""
+        """special_tokens: texts of "bos_token", "eos_token" and other special tokens. chat_templates: Jinja sources by
+        name, see `template_for`. process: encodes the texts in place of `backend`, whose cost is not proved, see
+        `read_backend`."""
         self._backend, self._process = backend, process
         self._special_tokens = dict(special_tokens or {})
-        self.chat_template = chat_template or ""  # Jinja source; empty for a model without one
-        self._chat_template = None if chat_template is None else ChatTemplate(chat_template)
+        self.chat_templates = dict(chat_templates or {})
+        used = USED & self.chat_templates.keys()
+        self._renderers = {name: ChatTemplate(self.chat_templates[name]) for name in used}
         self.vocab_size: int = backend.get_vocab_size(with_added_tokens=True)
         empty = self.encode("")
         bos = self._special_tokens.get("bos_token")
@@ -52,18 +56,18 @@ class Tokenizer:
         self.added_token_ids = frozenset(added)  # of tokens that are found in a text as a whole, before it is split
         self.special_token_ids = frozenset(index for index, token in added.items() if token.special)
         self.byte_values = byte_values(backend)
+        self._byte_letters = byte_letters(backend)
 
     @classmethod
     def load(cls, folder: Path) -> Tokenizer:
         """Read a folder's tokenizer. Raises BundleError if it is missing or damaged."""
         tokens = special_tokens(read_settings(folder / SETTINGS))
-        template = read_template(folder)
         backend, process = read_backend(folder / TOKENIZER)
-        return cls(backend, tokens, template, process)
+        return cls(backend, tokens, read_templates(folder), process)
 
     def close(self) -> None:
         """End the processes that render chat templates, and those that encode texts."""
-        for each in (self._chat_template, self._process):
+        for each in (*self._renderers.values(), self._process):
             if each is not None:
                 each.close()
 
@@ -77,7 +81,15 @@ class Tokenizer:
 
     @property
     def has_chat_template(self) -> bool:
-        return self._chat_template is not None
+        return bool(self._renderers)
+
+    def template_for(self, tools: bool) -> str:
+        """The Jinja source for conversations with or without tools; empty for a model without one. As in transformers,
+        a model may have a template of its own for tools."""
+        return self.chat_templates.get(self._template_name(tools), "")
+
+    def _template_name(self, tools: bool) -> str:
+        return TOOL_USE if tools and TOOL_USE in self._renderers else DEFAULT
 
     def encode(self, text: str, add_special_tokens: bool = True, given_up: Event | None = None) -> list[int]:
         """Token ids of `text`, with the begin-of-text token if the model uses one. given_up: see ChatTemplate.render.
@@ -137,6 +149,14 @@ class Tokenizer:
         index: int | None = self._backend.token_to_id(text)
         return index if index in self.special_token_ids else None
 
+    def bytes_of(self, token: int) -> bytes | None:
+        """The bytes of a token, of which a character may need several; None where tokens are text."""
+        if token in self.byte_values or not self._byte_letters or token in self.added_token_ids:
+            return self.byte_values.get(token)
+        name = self._backend.id_to_token(token) or ""
+        known = all(letter in self._byte_letters for letter in name)
+        return bytes(self._byte_letters[letter] for letter in name) if known else None
+
     def vocabulary(self) -> dict[str, int]:
         """Every token with its id, added tokens included."""
         tokens: dict[str, int] = self._backend.get_vocab(with_added_tokens=True)
@@ -161,12 +181,14 @@ class Tokenizer:
         the sandbox or exceeds its limits. given_up: see ChatTemplate.render. kwargs: other variables of the template,
         such as `tools`.
         """
-        if self._chat_template is None:
-            raise RequestError("this model has no chat template: pass plain text instead of a conversation")
+        renderer = self._renderers.get(self._template_name(kwargs.get("tools") is not None))
+        if renderer is None:
+            known = f", only one for {TOOL_USE}: send tools, or" if self._renderers else ":"
+            raise RequestError(f"this model has no chat template{known} pass plain text instead of a conversation")
         # As in transformers: templates test `tools is none`, not whether `tools` is undefined.
         variables = {"tools": None, "documents": None, **self._special_tokens, **kwargs}
         variables |= {"messages": list(messages), "add_generation_prompt": add_generation_prompt}
-        return self._chat_template.render(variables, given_up)
+        return renderer.render(variables, given_up)
 
 
 def token_sequences(tokenizer: Tokenizer, texts: Sequence[str], given_up: Event | None = None) -> list[list[int]]:
@@ -181,6 +203,15 @@ def token_sequences(tokenizer: Tokenizer, texts: Sequence[str], given_up: Event 
             raise RequestError(f"bad_words: {shown(text)} has no tokens: leave it out")
         found += [first, spaced] if spaced[0] != first[0] and len(spaced) == len(first) else [first]
     return found
+
+
+def byte_letters(backend: TokenizerJson) -> dict[str, int]:
+    """The byte that each letter of a token stands for, if the decoder writes bytes as letters (GPT-2's)."""
+    if not any(part["type"] == "ByteLevel" for part in parts(backend.decoder)):
+        return {}
+    own = [*range(33, 127), *range(161, 173), *range(174, 256)]  # the others have the letters from U+0100 on
+    others = [byte for byte in range(256) if byte not in own]
+    return {chr(byte): byte for byte in own} | {chr(256 + place): byte for place, byte in enumerate(others)}
 
 
 def byte_values(backend: TokenizerJson) -> dict[int, bytes]:
@@ -233,20 +264,23 @@ def read_settings(file: Path) -> dict[str, Any]:
         raise BundleError(f"{file} is not readable JSON ({error}): rebuild the bundle") from error
 
 
-def read_template(folder: Path) -> str | None:
-    """The chat template of a folder's tokenizer, as Jinja source; None if there is none. Raises BundleError."""
-    template = read_settings(folder / SETTINGS).get("chat_template")
-    if isinstance(template, list):  # several templates by name; "default" is for conversations
-        named = [item for item in template if isinstance(item, dict)]
-        template = next((item.get("template") for item in named if item.get("name") == "default"), None)
+def read_templates(folder: Path) -> dict[str, str]:
+    """The chat templates of a folder's tokenizer, Jinja sources by name. A file of its own takes the place of those in
+    the settings. Raises BundleError."""
     if (folder / TEMPLATE).is_file():
         try:
-            template = (folder / TEMPLATE).read_text(encoding="utf-8")
+            return {DEFAULT: (folder / TEMPLATE).read_text(encoding="utf-8")}
         except (OSError, ValueError) as error:
             raise BundleError(f"{folder / TEMPLATE} is not readable text ({error}): rebuild the bundle") from error
-    if template is not None and not isinstance(template, str):
+    found = read_settings(folder / SETTINGS).get("chat_template")
+    listed = found if isinstance(found, list) else [{"name": DEFAULT, "template": found}] if found is not None else []
+    try:
+        templates = {item["name"]: item["template"] for item in listed}
+    except (TypeError, KeyError):
+        templates = {DEFAULT: None}
+    if not all(isinstance(text, str) for pair in templates.items() for text in pair):
         raise BundleError(f"{folder / SETTINGS}: chat_template is no text: correct it and rebuild the bundle")
-    return template
+    return templates
 
 
 def special_tokens(settings: Mapping[str, Any]) -> dict[str, str]:
@@ -262,13 +296,14 @@ def special_tokens(settings: Mapping[str, Any]) -> dict[str, str]:
 
 def token_texts(tokenizer: Tokenizer) -> Callable[[int], str]:
     """A function from a token id to the token's text. The text keeps the leading space that decoding a single token
-    would drop. Special tokens have their names as text, and bytes that are no character have the vocabulary's form."""
+    would drop, also if it is all of the text. Special tokens have their names as text, and bytes that are no character
+    have the vocabulary's form."""
     names = {index: name for name, index in tokenizer.vocabulary().items()}
 
     def text_of(token: int) -> str:
         alone = tokenizer.decode([token], skip_special_tokens=False)
         twice = tokenizer.decode([token, token], skip_special_tokens=False)
-        if not alone or "\ufffd" in twice or not twice.startswith(alone) or token in tokenizer.special_token_ids:
+        if not twice or "\ufffd" in twice or not twice.startswith(alone) or token in tokenizer.special_token_ids:
             return names.get(token, f"#{token}")
         return twice[len(alone) :]
 

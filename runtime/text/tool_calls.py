@@ -39,10 +39,10 @@ class ToolCallReader:
     neither. The arguments are passed on as they come, without a check.
     """
 
-    def __init__(self, format: ToolFormat, names: Collection[str], parallel: bool) -> None:
+    def __init__(self, format: ToolFormat, names: Collection[str], parallel: bool, demanded: bool = False) -> None:
         """names: of the tools. parallel: whether there may be several calls; otherwise those behind the first are left
-        out."""
-        self._format, self._names, self._parallel = format, names, parallel
+        out. demanded: the answer consists of calls, so text is the markup of one that was cut, and is left out."""
+        self._format, self._names, self._parallel, self._demanded = format, names, parallel, demanded
         self.num_calls = 0
         self._state = TEXT if format.opens else BEGINNING
         self._held = ""  # text of which it is not known yet what it is, from `_start` on
@@ -173,6 +173,8 @@ class ToolCallReader:
 
     def _write(self, text: str) -> None:
         """Add text. Blanks at its end are held back, because a call may follow."""
+        if self._demanded:
+            return
         text = self._blanks + text
         if self._behind_call:
             text = text.lstrip()

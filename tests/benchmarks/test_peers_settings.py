@@ -20,7 +20,7 @@ TEXTS = ["abcdefgh" * times for times in (1, 2, 5, 9)]
 
 @pytest.fixture(scope="module")
 def tokenizer() -> Iterator[Tokenizer]:
-    with Tokenizer(make_tokenizer(768), {}, TEMPLATE) as own:
+    with Tokenizer(make_tokenizer(768), {}, {"default": TEMPLATE}) as own:
         yield own
 
 

@@ -50,7 +50,7 @@ UNLOADABLE = (  # what a file may hold that /load refuses, and what the error na
     (b'[{"role": "user", "content": 5}]', "messages[0].content must be text, not 5"),
     (b'[{"role": "user", "content": "hello"}]', "the user's last message has no answer"),
     (b'[{"role": "assistant", "content": "hello"}]', "messages[0] is not a text of the user"),
-    (b'[{"role": "user", "content": "a", "\\u001b[2J": "b"}]', r"messages[0].\x1b[2J is not supported"),
+    (b'[{"role": "\\u001b[2J", "content": "a"}]', r"tool, not '\x1b[2J'"),
     (b" " * (LARGEST_FILE + 1), f"foreign.json cannot be read (it has {LARGEST_FILE + 1} bytes, more than"),
 )
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from bundling import resigned
 from rich.console import Console
 from serving import CHAT_TEMPLATE, with_chat_template
 
@@ -128,6 +129,13 @@ def test_inspect_shows_formats_memory_and_the_chat_template(
     assert "memory of 3 requests" in shown and f"chat template of {len(CHAT_TEMPLATE)} characters" in shown
     assert main(["inspect", str(bundle), "--chat-template"]) == 0
     assert capsys.readouterr().out == f"{CHAT_TEMPLATE}\n"
+    settings = {"chat_template": [{"name": name, "template": name} for name in ("default", "tool_use")]}
+    (bundle / "tokenizer_config.json").write_text(json.dumps(settings))
+    (bundle / "chat_template.jinja").unlink()
+    assert main(["inspect", str(resigned(bundle)), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["chat_templates"] == {"default": "default", "tool_use": "tool_use"}
+    assert main(["inspect", str(bundle)]) == 0
+    assert "chat template of 8 characters, tool_use" in capsys.readouterr().out
     assert main(["inspect", str(tiny_bundle), "--chat-template"]) == 2
     assert "has no chat template" in capsys.readouterr().err
     assert main(["inspect", str(tiny_bundle)]) == 0

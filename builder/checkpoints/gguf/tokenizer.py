@@ -11,10 +11,11 @@ from tokenizers import Tokenizer as TokenizerJson
 
 from ....models.errors import CheckpointError, shown
 from ....models.fields import MOST
-from ....runtime.text.tokenizer import SETTINGS, TEMPLATE, TOKENIZER, Tokenizer
+from ....runtime.text.tokenizer import DEFAULT, SETTINGS, TOKENIZER, Tokenizer
 from ....runtime.text.tokenizer_check import text_problems
 from ....runtime.text.tokenizer_worker import is_failure
 from ...sentencepiece import CONTROL, USER_DEFINED, Piece, Pieces, put_around, tokenizer_of
+from ...tokenizer import MOST_TEMPLATES, write_templates
 from .metadata import AGAIN, Metadata
 from .splits import SPLITS
 
@@ -43,16 +44,25 @@ def write_tokenizer(metadata: Metadata, destination: Path) -> Tokenizer:
         tokenizer = tokenizer_in(metadata)
         tokenizer.save(str(destination / TOKENIZER))
         (destination / SETTINGS).write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
-        template = metadata.get("tokenizer.chat_template", str)
-        if template is not None:
-            if len(template) > MOST_TEMPLATE:
-                raise CheckpointError(f"{metadata.file}: its chat template has {len(template)} characters; {AGAIN}")
-            (destination / TEMPLATE).write_text(template, encoding="utf-8", newline="")
+        if templates := templates_in(metadata):
+            write_templates(templates, destination)
         return Tokenizer.load(destination)
     except BaseException as error:  # the library raises nothing more specific, and it may panic
         if isinstance(error, CheckpointError | OSError) or not is_failure(error):
             raise
         raise CheckpointError(f"the tokenizer of {metadata.file} cannot be used: {error}; {AGAIN}") from error
+
+
+def templates_in(metadata: Metadata) -> dict[str, str]:
+    """The chat templates by name. Raises CheckpointError."""
+    names = metadata.get("tokenizer.chat_templates", list) or []
+    if len(names) > MOST_TEMPLATES:
+        raise CheckpointError(f"{metadata.file}: it has {len(names)} chat templates; {AGAIN}")
+    keys = {DEFAULT: "tokenizer.chat_template"} | {str(name): f"tokenizer.chat_template.{name}" for name in names}
+    found = {name: text for name, key in keys.items() if (text := metadata.get(key, str)) is not None}
+    if large := [len(text) for text in found.values() if len(text) > MOST_TEMPLATE]:
+        raise CheckpointError(f"{metadata.file}: its chat template has {large[0]} characters; {AGAIN}")
+    return found
 
 
 def tokenizer_in(metadata: Metadata) -> TokenizerJson:

@@ -14,9 +14,9 @@ from starlette.exceptions import HTTPException
 from ....models.errors import ConfigError, RequestError
 from ...engines.shared.memory import OutOfMemoryError
 from ...requests.async_llm import DeadlineError, QueueFullError, ShutdownError
+from ...sampling.structured import at
 
 FIELD = re.compile(r"(?!(?:str|int|float|bool)$)[a-z_]+")  # pydantic lists the branches of a union among the fields
-MAX_NAME = 100  # characters of a field's name that are quoted
 PLACES = "this server has /v1/chat/completions, /v1/completions and what /openapi.json lists"
 MAX_SHOWN = 200  # characters of a client's text that are quoted
 RETRY_SECONDS = 1  # the shortest running requests end about this soon
@@ -77,13 +77,16 @@ def invalid(error: RequestValidationError) -> Refusal:
     worst = max(error.errors(), key=lambda it: (it["type"] == "too_long", len(it["loc"]), specific(it["type"])))
     if worst["type"] == "json_invalid":
         return Refusal(400, f"the body is not valid JSON: {worst['ctx']['error']}")
-    names = [name if isinstance(name, int) else name[:MAX_NAME] for name in worst["loc"]]
+    *fields, last = worst["loc"]
+    names = [name for name in fields[1:] if isinstance(name, int) or FIELD.fullmatch(name)]
     if worst["type"] == "extra_forbidden":
-        return Refusal(400, f"{names[-1]} is not supported by this server: leave it out", param=str(names[-1]))
-    place = [str(name) for name in names[1:] if isinstance(name, int) or FIELD.fullmatch(name)]
-    if not place:
+        place = at("", *names, last)
+        return Refusal(400, f"{place} is not supported by this server: leave it out", param=place)
+    if fields and (isinstance(last, int) or FIELD.fullmatch(last)):
+        names.append(last)
+    if not names:
         return Refusal(400, "the body must be a JSON object, sent with Content-Type: application/json")
-    return Refusal(400, f"{'.'.join(place)}: {worst['msg']}", param=place[0])
+    return Refusal(400, f"{at('', *names)}: {worst['msg']}", param=str(names[0]))
 
 
 def specific(kind: str) -> int:

@@ -15,9 +15,10 @@ from ....models.errors import RequestError
 from ...decoding.chunk import TokenLogprob
 from ...decoding.stats import SpecDecodeStats
 from ...sampling.params import SamplingParams
+from ...text.token_texts import Offsets, TokenTexts
 from ...text.writer import StreamChunk
 from ..json_text import pieces
-from .formats import AnswerFormat, Part, TokenTexts
+from .formats import AnswerFormat, Part
 
 MOST_LOGPROBS = 1 << 18  # log-probabilities of an answer, see streams.LOGPROB_BYTES
 
@@ -37,10 +38,12 @@ def check_log_probabilities(params: SamplingParams, choices: int, lengths: Seque
 
 @dataclass(slots=True)
 class Choice:
-    """The content of one choice so far. echo: text of the prompt that the next chunk begins with; None without one.
-    texts: of its chunks. logprob: of all its tokens together, as far as the request has log-probabilities. num_drafted,
-    num_proposed: sums over its chunks; `stats` may be ahead of them, and counts accepted tokens behind a stop, too."""
+    """The content of one choice so far. offsets: of its tokens. echo: text of the prompt that the next chunk begins
+    with; None without one. texts: of its chunks. logprob: of all its tokens together, as far as the request has log-
+    probabilities. num_drafted, num_proposed: sums over its chunks; `stats` may be ahead of them, and counts accepted
+    tokens behind a stop, too."""
 
+    offsets: Offsets
     echo: str | None = None
     texts: list[str] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
@@ -51,7 +54,6 @@ class Choice:
     num_proposed: int = 0
     finish_reason: str | None = None
     stats: SpecDecodeStats = field(default_factory=SpecDecodeStats)
-    offset: int = 0  # characters of its tokens' texts
 
 
 class Answer:
@@ -67,12 +69,18 @@ class Answer:
         proposal: int,
         best: int | None = None,
         shows_prompts: bool = False,
+        skips_special: bool = True,
     ) -> None:
         """prompts: token ids of each prompt. echoes: text before each choice's own text, one per choice; the choices of
         a prompt are adjacent, and every prompt has equally many. proposal: most tokens of a proposal; 0 without
         speculation. best: the whole answer has only this many choices per prompt, those with the highest mean
-        log-probability. shows_prompts: the whole answer has vLLM's `prompt_logprobs`."""
-        self.choices = [Choice(echo) for echo in echoes]
+        log-probability. shows_prompts: the whole answer has vLLM's `prompt_logprobs`. skips_special: special tokens
+        have no text."""
+        of_choices = (prompts[index * len(prompts) // len(echoes)] for index in range(len(echoes)))
+        self.choices = [
+            Choice(Offsets(texts, prompt, echo, skips_special), echo)
+            for prompt, echo in zip(of_choices, echoes, strict=True)
+        ]
         self._best, self._shows_prompts = best, shows_prompts
         self._format, self._texts = format, texts
         self.id = format.prefix + uuid4().hex
@@ -104,7 +112,7 @@ class Answer:
         """Count a chunk. Returns its text and log-probabilities, behind those of the echo in the first chunk. The echo
         of a chat is one message, which has none: the prompt's tokens are more than its text."""
         choice = self.choices[index]
-        part = Part(chunk.text, chunk.logprobs, chunk.finish_reason, choice.offset)
+        part = Part(chunk.text, chunk.logprobs, chunk.finish_reason, choice.offsets)
         choice.num_tokens += len(chunk.token_ids)
         choice.num_drafted += chunk.num_drafted
         choice.num_proposed += chunk.num_proposed
@@ -125,7 +133,6 @@ class Answer:
         """Add the chunk of one round to an answer that is sent in chunks. Returns the chunk to send; None if there is
         no new text yet."""
         part = self._begin(index, chunk)
-        self.choices[index].offset += sum(len(self._texts.text(item.token_id)) for item in part.logprobs)
         if not (part.text or part.logprobs or part.finish_reason):
             return None
         written = self._format.chunk(index, part)
@@ -138,7 +145,13 @@ class Answer:
         """The finished answer."""
         chosen = self._chosen()
         parts = [
-            Part("".join(choice.texts), choice.logprobs, choice.finish_reason, prompt=self._written_prompt(choice))
+            Part(
+                "".join(choice.texts),
+                choice.logprobs,
+                choice.finish_reason,
+                choice.offsets,
+                self._written_prompt(choice),
+            )
             for choice in chosen
         ]
         choices = [self._format.whole(index, part) for index, part in enumerate(parts)]

@@ -24,6 +24,7 @@ from ...prompt import Prompt
 from ...requests.async_llm import AsyncLLM, RequestStream
 from ...sampling.params import SamplingParams
 from ...speculation.config import SpeculativeConfig
+from ...text.token_texts import TokenTexts
 from ...text.writer import StreamChunk
 from ..http.errors import Refusal, add_errors, refusal_of
 from ..http.guard import REQUEST_ID, Limits, RequestGuard
@@ -33,7 +34,7 @@ from .answers import Answer, as_json, check_log_probabilities
 from .chat_body import ChatBody
 from .completion_body import COMPLETION_TOKENS, CompletionBody
 from .explain import ExplainApi, add_explanations
-from .formats import AnswerFormat, ChatFormat, CompletionFormat, TokenTexts
+from .formats import AnswerFormat, ChatFormat, CompletionFormat
 from .protocol import GenerationBody, StreamOptions
 from .route import JsonRoute
 from .streams import CLIENT_CLOSED, ClientGone, Numbered, TimeLimit, merged, while_connected
@@ -236,7 +237,8 @@ class OpenAIApi:
         best = None if body.num_choices == body.n else body.n
         shows_prompts = body.prompt_logprobs is not None
         model = str(self._card["id"])
-        answer = Answer(format, self._texts, model, prompts, echoed, proposal, best, shows_prompts)
+        skips = params.skip_special_tokens
+        answer = Answer(format, self._texts, model, prompts, echoed, proposal, best, shows_prompts, skips)
         request.state.answer = answer
         chunks = merged(streams, request.state.held, keeps=not body.stream)
         try:

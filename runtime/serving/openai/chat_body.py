@@ -2,57 +2,31 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
-from pydantic import BeforeValidator, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 from pydantic_core import PydanticKnownError
 
 from ....models.errors import RequestError
 from ...sampling.params import LARGEST_COUNT, MAX_LOGPROBS
 from ...text.conversation import MAX_MESSAGES, ChatSettings, Role, text_of
 from ...text.tools import MAX_TOOLS
-from .forms import Strict
 from .protocol import NEUTRAL, GenerationBody
 from .tool_use import Tool, ToolChoice, Tools
 
 MAX_PARTS = 4 * MAX_MESSAGES  # parts and tool calls of all messages of a body together
 
 
-class TextPart(Strict):
-    """A part of a message; only text is supported."""
+class Message(BaseModel):
+    """One message. `conversation.to_template` checks what is in it: clients send answers back with further fields."""
 
-    type: Literal["text"]
-    text: str
-
-
-class CalledFunction(Strict):
-    """arguments: the JSON text of an object."""
-
-    name: str
-    arguments: str
-
-
-class ToolCall(Strict):
-    """A call that an assistant's message made."""
-
-    id: str
-    type: Literal["function"]
-    function: CalledFunction
-
-
-class Message(Strict):
-    """One message, see `conversation.to_template`. Fields that are null or empty lists are left out, because clients
-    send answers back with them."""
+    model_config = ConfigDict(extra="allow", strict=True, allow_inf_nan=False)
 
     role: Role
-    content: str | Annotated[list[TextPart], Field(fail_fast=True, min_length=1, max_length=MAX_MESSAGES)] | None = None
+    content: str | Annotated[list[dict[str, Any]], Field(fail_fast=True, max_length=MAX_MESSAGES)] | None = None
     name: str | None = None
-    tool_calls: Annotated[list[ToolCall], Field(fail_fast=True, max_length=MAX_TOOLS)] | None = None
+    tool_calls: Annotated[list[dict[str, Any]], Field(fail_fast=True, max_length=MAX_TOOLS)] | None = None
     tool_call_id: str | None = None
-
-    @classmethod
-    def _is_neutral(cls, name: str, value: Any) -> bool:
-        return value is None or (value == [] and name not in cls.model_fields)
 
 
 def no_many_parts(messages: Any) -> Any:

@@ -4,54 +4,24 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from functools import lru_cache
-from itertools import accumulate
 from typing import Any, NamedTuple, Protocol
 
 from ...decoding.chunk import TokenLogprob
 from ...text.result import finite
-from ...text.tokenizer import Tokenizer, token_texts
+from ...text.token_texts import Offsets, TokenTexts
 from ...text.tool_calls import CallPart, ToolCallReader
 from .tool_use import ToolUse
 
-KNOWN_TOKENS = 65536  # most cached token texts: the alternatives of a long answer are mostly the same tokens
-
 
 class Part(NamedTuple):
-    """A part of a choice's text, or all of it. offset: number of characters of the choice before this part. prompt:
-    vLLM's `prompt_logprobs`, if the request wants them."""
+    """A part of a choice's text, or all of it. offsets: of its tokens, for what asks for them. prompt: vLLM's
+    `prompt_logprobs`, if the request wants them."""
 
     text: str
     logprobs: list[TokenLogprob]
     finish_reason: str | None
-    offset: int = 0
+    offsets: Offsets | None = None
     prompt: Iterator[Any] | None = None
-
-
-class TokenTexts:
-    """The texts of tokens in answers; shared by all requests."""
-
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer = tokenizer
-        self.text = lru_cache(KNOWN_TOKENS)(token_texts(tokenizer))
-        self.bytes = lru_cache(KNOWN_TOKENS)(self._bytes)
-
-    def prompt_entry(self, item: TokenLogprob | None) -> dict[str, Any] | None:
-        """vLLM's entry of a prompt's token: log-probabilities by token id, of the token and its alternatives. The rank
-        is null for a token that is none of the alternatives."""
-        if item is None:
-            return None
-        ranks = {token: rank for rank, token in enumerate(item.top, 1)}
-        entries = {item.token_id: item.logprob} | item.top
-        return {
-            str(token): {"logprob": finite(logprob), "rank": ranks.get(token), "decoded_token": self.text(token)}
-            for token, logprob in entries.items()
-        }
-
-    def _bytes(self, token: int) -> tuple[int, ...] | None:
-        """The UTF-8 bytes of the token; None if the token is only a part of a character."""
-        alone = self._tokenizer.decode([token], skip_special_tokens=False)
-        return None if "\ufffd" in alone else tuple(self.text(token).encode())
 
 
 class AnswerFormat(Protocol):
@@ -84,20 +54,20 @@ class CompletionFormat:
         return None
 
     def chunk(self, index: int, part: Part) -> dict[str, Any]:
-        logprobs = self._written(part.logprobs, part.offset) if self._logprobs else None
+        offsets = part.offsets
+        logprobs = self._written(part.logprobs, offsets) if self._logprobs and offsets is not None else None
         return {"index": index, "text": part.text, "logprobs": logprobs, "finish_reason": part.finish_reason}
 
     def whole(self, index: int, part: Part) -> dict[str, Any]:
         written = self.chunk(index, part)
         return written if part.prompt is None else written | {"prompt_logprobs": part.prompt}
 
-    def _written(self, logprobs: Sequence[TokenLogprob], offset: int) -> dict[str, Iterator[Any]]:
-        tokens = [self._texts.text(item.token_id) for item in logprobs]
+    def _written(self, logprobs: Sequence[TokenLogprob], offsets: Offsets) -> dict[str, Iterator[Any]]:
         return {
-            "tokens": iter(tokens),
+            "tokens": (self._texts.text(item.token_id) for item in logprobs),
             "token_logprobs": (finite(item.logprob) for item in logprobs),
             "top_logprobs": (None if math.isnan(item.logprob) else self._by_text(item.top) for item in logprobs),
-            "text_offset": accumulate(map(len, tokens[:-1]), initial=offset) if tokens else iter(()),
+            "text_offset": offsets.next(item.token_id for item in logprobs),
         }
 
     def _by_text(self, top: Mapping[int, float]) -> dict[str, float | None]:

@@ -17,6 +17,7 @@ from ...prompt import too_long_error
 from ...requests.async_llm import AsyncLLM
 from ...text.chat_prompt import write_conversation
 from ...text.conversation import ChatSettings
+from ...text.tokenizer import token_texts
 from .answers import as_json
 from .chat_body import Message, Messages, conversation, tools_for_template
 from .protocol import Body, TokenIds
@@ -73,6 +74,7 @@ class TokensApi:
     ) -> None:
         self._texts = async_llm.texts
         self._tokenizer = async_llm.llm.tokenizer
+        self._text_of = token_texts(self._tokenizer)
         self._max_length = async_llm.llm.bundle.manifest.max_length
         self._other_model = other_model
         self._request_seconds = request_seconds
@@ -112,7 +114,7 @@ class TokensApi:
         tokens = self._encode(text, add_special_tokens, given_up)
         content: dict[str, Any] = {"count": len(tokens), "max_model_len": self._max_length, "tokens": tokens}
         if with_texts:
-            content["token_strs"] = [self._tokenizer.decode([token], skip_special_tokens=False) for token in tokens]
+            content["token_strs"] = list(map(self._text_of, tokens))
         return as_json(content)
 
     def _encode(self, text: str, add_special_tokens: bool, given_up: Event) -> list[int]:

@@ -11,13 +11,14 @@ from pydantic import Field, StringConstraints
 
 from ....models.errors import RequestError
 from ...sampling.params import SamplingParams
-from ...sampling.structured import StructuredOutput
-from ...structured.grammar_worker import WHITESPACE
+from ...sampling.structured import AnswerWithCalls, StructuredOutput, schema_text
+from ...structured.json_guard import ANY_VALUE
 from ...text.tokenizer import Tokenizer
 from ...text.tool_calls import ToolCallReader
 from ...text.tools import HERMES, MAX_TOOLS, ToolFormat, tool_format
 from .forms import Strict
 
+ANY_ARGUMENTS = {"type": "object"}
 NO_ARGUMENTS = {"type": "object", "properties": {}, "additionalProperties": False}
 ANY_TEXT = r"/(.|\n)*/"
 NO_CALL = r"/(\s*[^{\s](.|\n)*)?/"  # text that does not begin with a JSON object
@@ -78,7 +79,8 @@ class ToolUse:
     def reader(self) -> ToolCallReader | None:
         """A reader of an answer; None if calls stay text."""
         format = self.format or (HERMES if self._forced else None)
-        return None if format is None else ToolCallReader(format, {tool.name for tool in self.tools}, self.parallel)
+        names = {tool.name for tool in self.tools}
+        return None if format is None else ToolCallReader(format, names, self.parallel, self._forced)
 
     @property
     def _forced(self) -> bool:
@@ -88,26 +90,27 @@ class ToolUse:
         """The parameters of a request with these tools. Raises RequestError."""
         if self.special_ids:  # their text shows where a call begins
             params = replace(params, skip_special_tokens=False)
-        grammar = self._grammar(params.structured)
-        return params if grammar is None else replace(params, structured=StructuredOutput(grammar=grammar))
+        form = self._form(params.structured)
+        return params if form is None else replace(params, structured=form)
 
-    def _grammar(self, form: StructuredOutput | None) -> str | None:
-        """The grammar of the answer: calls alone where the choice demands one, because the form is one of texts; else
-        calls or the demanded form, or any text with calls that follow their schemas if a tool is strict. None for any
-        text."""
+    def _form(self, form: StructuredOutput | None) -> AnswerWithCalls | None:
+        """The form of the answer: calls alone where the choice demands one, because a form is one of texts; else calls
+        or the demanded form, or any text with calls if a tool is strict. None for any text, or for the demanded form
+        alone. Where the model need not call, tools that are not strict take any arguments."""
         format, forced = self.format or HERMES, self._forced
         if form is not None and form.kind not in ("json", "json_object"):
             raise RequestError("tools go with a response_format only: leave out structured_outputs and guided_…")
         if not forced and (self.format is None or (form is None and not any(tool.strict for tool in self.tools))):
             return None
         opens, closes = (self._literal(mark) for mark in (format.opens, format.closes))
-        lines = ["%llguidance {}"]
+        lines, schemas = list[str](), list[tuple[str, str, str]]()
         several = self.parallel and not self.named and format.opens
         calls = 'call ("\\n" call)*' if several else "call"
         if forced:
             lines.append(f"start: {calls}")
         elif form is not None:
-            lines += [f"start: {calls} | answer", f"answer: %json {schema(json.loads(form.text))}"]
+            lines.append(f"start: {calls} | answer")
+            schemas.append(("answer", "response_format.json_schema.schema", form.text))
         elif format.opens:
             lazy = "" if format.opens in self.special_ids else "[lazy]"
             lines += [f"start: (lead rest_of_call){'*' if several else '?'} tail", "tail: TEXT", f"TEXT: {ANY_TEXT}"]
@@ -115,13 +118,17 @@ class ToolUse:
         else:
             lines += ["start: call | tail", "tail: TEXT", f"TEXT: {NO_CALL}"]
         lines.append(f'call: {opens} "\\n" body "\\n" {closes}' if format.opens else "call: body")
-        chosen = [tool for tool in self.tools if not self.named or tool.name == self.choice]
-        lines.append("body: " + " | ".join(f"tool_{index}" for index in range(len(chosen))))
-        for index, tool in enumerate(chosen):
+        chosen = [index for index, tool in enumerate(self.tools) if not self.named or tool.name == self.choice]
+        lines.append("body: " + " | ".join(f"tool_{index}" for index in chosen))
+        for index in chosen:
+            tool, place = self.tools[index], f"tools[{index}].function.parameters"
             begin = f'{{"name": "{tool.name}", "{format.arguments}": '
             lines.append(f'tool_{index}: {json.dumps(begin)} arguments_{index} "}}"')
-            lines.append(f"arguments_{index}: %json {schema(arguments_of(tool))}")
-        return "\n".join(lines)
+            content = arguments_of(tool) if forced or tool.strict else ANY_ARGUMENTS
+            schemas.append((f"arguments_{index}", place, schema_text(content, place)))
+        begins = ANY_VALUE if form is not None and not forced else b"" if format.opens else b"{"
+        rules, marks = "\n".join(lines), format.opens.encode()
+        return AnswerWithCalls(rules=rules, schemas=tuple(schemas), begins=begins, opens=marks)
 
     def _literal(self, mark: str) -> str:
         """A mark in a grammar, as text or as a special token."""
@@ -148,7 +155,7 @@ def tool_use(
         return None
     for function in functions:
         arguments_of(function)
-    format = tool_format(tokenizer.chat_template)
+    format = tool_format(tokenizer.template_for(True))
     found = {mark: tokenizer.special_id(mark) for mark in (format or HERMES)[:2]}
     special = {mark: index for mark, index in found.items() if index is not None}
     return ToolUse(functions, format, chosen, named, parallel, special)
@@ -160,8 +167,3 @@ def arguments_of(function: Function) -> dict[str, Any]:
     if content["type"] != "object":
         raise RequestError(f"tools: the parameters of {function.name} must be the schema of an object")
     return content
-
-
-def schema(content: Mapping[str, Any]) -> str:
-    """A JSON schema inside a grammar, with the whitespace of structured outputs."""
-    return json.dumps({**content, "x-guidance": {"whitespace_pattern": WHITESPACE, "lenient": False}})

@@ -287,3 +287,14 @@ def test_a_template_of_the_file_is_the_bundles(tmp_path: Path) -> None:
         assert (tmp_path / TEMPLATE).read_bytes() == b"{{ messages[0].content }}\r\n"
         assert tokenizer.apply_chat_template([{"role": "user", "content": "x"}]).startswith("x")
         assert isinstance(tokenizer, Tokenizer)
+
+
+def test_templates_by_name_are_the_bundles(tmp_path: Path) -> None:
+    folder = checkpoint_with(tmp_path / "folder", write_tokenizer, 288)
+    named = [{"name": "default", "template": "D"}, {"name": "tool_use", "template": "T"}]
+    file = write_gguf(folder, tmp_path / "model.gguf", edit=lambda writer: writer.add_chat_template(named))
+    with Checkpoint(file).write_tokenizer(tmp_path) as tokenizer:
+        assert tokenizer.chat_templates == {"default": "D", "tool_use": "T"} and not (tmp_path / TEMPLATE).exists()
+    many = edited("tokenizer.chat_templates", "array", [str(number) for number in range(20)])
+    with pytest.raises(CheckpointError, match="has 20 chat templates"):
+        Checkpoint(write_gguf(folder, tmp_path / "many.gguf", edit=many)).write_tokenizer(tmp_path)

@@ -36,6 +36,8 @@ def hub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StandIn]:
     write_adapter(root / "org" / "some-lora", draft)
     for name in ("pytorch_model.bin", "model.gguf", "other.safetensors", "optimizer.pt", "handler.py", "README.md"):
         (draft / name).write_bytes(b"not wanted")
+    (draft / "additional_chat_templates").mkdir()
+    (draft / "additional_chat_templates" / "tool_use.jinja").write_text("for tools")
     (draft / "original").mkdir()
     (draft / "original" / "config.json").write_text("{}")
     write_checkpoint(root / "org" / "heavy", hidden_size=320)
@@ -102,7 +104,7 @@ def test_a_build_from_ids(hub: StandIn, tmp_path: Path, capsys: pytest.CaptureFi
     assert len(shards) > 2
     wanted = {
         "org/target": [*SETTINGS, "model.safetensors.index.json", *shards],
-        "org/draft.2": [*SETTINGS, "model.safetensors"],
+        "org/draft.2": [*SETTINGS, "model.safetensors", "additional_chat_templates/tool_use.jinja"],
         "org/some-lora": ["adapter_config.json", "adapter_model.safetensors"],
     }
     assert sorted(hub.asked) == sorted(f"{name}/{file}" for name, files in wanted.items() for file in files)

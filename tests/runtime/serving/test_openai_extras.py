@@ -140,6 +140,8 @@ def test_texts_become_tokens_and_back(client: Any, llm: LLM) -> None:
         assert back == {"prompt": llm.tokenizer.decode(tokens, skip_special_tokens=False)}
     texts = client.post("/tokenize", json={"prompt": "hello", "return_token_strs": True}).json()["token_strs"]
     assert "".join(texts) == "<s>hello"
+    halves = client.post("/tokenize", json={"prompt": "漢", "return_token_strs": True}).json()["token_strs"]
+    assert len(halves) == 4 and "\ufffd" not in "".join(halves)
     longer = "x" * (llm.bundle.manifest.max_length + 1)  # than the model takes, and yet counted
     assert client.post("/tokenize", json={"prompt": longer}).json()["count"] == len(llm.tokenizer.encode(longer))
 

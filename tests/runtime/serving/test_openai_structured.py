@@ -143,7 +143,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "a large form": ({"structured_outputs": {"regex": "a" * 70000}}, "shorten it"),
     "half a regex": ({"structured_outputs": {"regex": "(a"}}, "unclosed group"),
     "a remote reference": ({"guided_json": {"$ref": "https://example.org/x"}}, "not present"),
-    "an unsupported keyword": ({"guided_json": {"not": {}}}, "Unimplemented"),
+    "an unsupported keyword": ({"guided_json": {"not": {}}}, "not: this keyword"),
     "an end inside the text": ({"guided_grammar": 'start: "a" <[2]> "b"'}, "demands the token 2"),
     "an end and no text": ({"guided_grammar": "start: <[2]>"}, "demands the token 2"),
     "no end": ({"structured_outputs": {"regex": "a"}, "ignore_eos": True}, "ignore_eos"),

@@ -125,9 +125,10 @@ def test_calls_of_its_own_accord_follow_the_schema_if_a_tool_is_strict(model: Mo
 
 
 def test_a_response_format_is_the_other_way_to_answer(model: Model, kind: str) -> None:
-    params = model.applied("auto", structured=FORM)
-    assert model.takes(params, '["a"]') and model.takes(params, call(kind, "now", {}))
-    assert not model.takes(params, "hello") and not model.takes(params, call(kind, "weather", {}))
+    for strict in (False, True):  # only the arguments of a strict tool follow its schema
+        params = model.applied("auto", strict=strict, structured=FORM)
+        assert model.takes(params, '["a"]') and model.takes(params, call(kind, "now", {}))
+        assert not model.takes(params, "hello") and model.takes(params, call(kind, "weather", {})) == (not strict)
     with pytest.raises(RequestError, match="response_format only"):
         model.applied("auto", structured=StructuredOutput(regex="a"))
     for choice in ("required", named("now")):  # there is no other answer

@@ -67,6 +67,15 @@ FORMS = {
     "regex": (StructuredOutput(regex="[ab]+c?"), ["ab", "bac"], ["c", "abcc"]),
     "choice": (StructuredOutput(choice=["yes", 'né"q\\\n', "/"]), ["yes", 'né"q\\\n', "/"], ["ye", "no"]),
     "GBNF": (StructuredOutput(grammar='root ::= "x" item*\nitem ::= "y" | "z"'), ["x", "xyz"], ["y", ""]),
+    "GBNF's escapes": (
+        StructuredOutput(
+            grammar=r"""# \u00e9 <x>
+end ::= "y"
+root ::= "\u00e9\U0001F600\x41\xe9\u005c\u0022\"#<a>" [\u0041-\u0043\u005d\]\xe9\u4e2d<] end"""
+        ),
+        ['é😀Aé\\""#<a>' + letter + "y" for letter in "ABC]é中<"],
+        ['é😀Aé\\""#<a>Dy', "é"],
+    ),
     "Lark": (StructuredOutput(grammar='start: "x" item*\nitem: "y" | "z"'), ["x", "xyz"], ["y", ""]),
 }
 
@@ -118,21 +127,28 @@ HOSTILE: dict[str, tuple[StructuredOutput, str]] = {
         StructuredOutput(json={"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}}),
         "no text has this form",
     ),
-    "an unsupported keyword": (StructuredOutput(json={"not": {"type": "string"}}), "Unimplemented keys"),
+    "an unsupported keyword": (
+        StructuredOutput(json={"properties": {"a": {"items": [{"not": {"type": "string"}}]}}}),
+        "properties.a.items[0].not: this keyword",
+    ),
     "ignored keywords by a hidden setting": (
         StructuredOutput(json={"not": {}, "x-guidance": {"lenient": True}}),
-        "Unimplemented keys",
+        "not: this keyword",
     ),
     "no text at all": (StructuredOutput(json={"type": "string", "minLength": 3, "maxLength": 2}), "minLength"),
     "an impossible regex": (StructuredOutput(regex=r"[^\x00-\U0010ffff]"), "no text has this form"),
     "half a regex": (StructuredOutput(regex="(a"), "unclosed group"),
     "a regex of parentheses": (StructuredOutput(regex="(" * 30000 + "a" + ")" * 30000), "cannot be used"),
-    "a deep schema": (StructuredOutput(json='{"items":' * 900 + "{}" + "}" * 900), "recursion limit"),
+    "a deep schema": (StructuredOutput(json='{"items":' * 900 + "{}" + "}" * 900), "nested too deeply"),
     "a grammar of parentheses": (StructuredOutput(grammar="start: " + "(" * 20000 + '"a"' + ")" * 20000), "deeply"),
     "a grammar that doubles": (
         StructuredOutput(grammar="start: A0\n" + "".join(f"A{i}: A{i + 1} A{i + 1}\n" for i in range(30)) + 'A30: "x"'),
         "cannot be used",
     ),
+    "a token in GBNF": (StructuredOutput(grammar='root ::= "a" <[28]>'), "<[28]> refers to a token, which GBNF here"),
+    "a token's name in GBNF": (StructuredOutput(grammar="root ::= !<think> [a]"), "!<think> refers to a token"),
+    "half a character in GBNF": (StructuredOutput(grammar=r'root ::= "\ud83d"'), r"\ud83d is no character"),
+    "no character in GBNF": (StructuredOutput(grammar=r"root ::= [\U00110000]"), r"\U00110000 is no character"),
     "a grammar without a rule": (StructuredOutput(grammar='root ::= "a" | b'), "'b' not found"),
 }
 

@@ -11,11 +11,12 @@ import pytest
 from serving import with_chat_template
 
 from draftwood.runtime import LLM, RequestError, SamplingParams
-from draftwood.runtime.text.conversation import ChatSettings
+from draftwood.runtime.text.conversation import ChatSettings, to_template
 
 GREEDY = SamplingParams(max_tokens=24, temperature=0, ignore_eos=True)
 MESSAGES: Any = [{"role": "system", "content": "be kind"}, {"role": "user", "content": "hello", "name": "me"}]
 PARTS: Any = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
+CALL: Any = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +49,30 @@ def test_what_reaches_the_template(llm: LLM) -> None:
     assert llm.encode_chat(renamed) == llm.encode_chat(MESSAGES)
     parts = [{"role": "user", "content": PARTS}]
     assert llm.encode_chat(parts) == llm.encode_chat([{"role": "user", "content": "one\ntwo"}])
+    cached = [{**part, "cache_control": {"type": "ephemeral"}, "annotations": [1]} for part in PARTS]
+    assert llm.encode_chat([{"role": "user", "content": cached, "id": "m", "mood": 1}]) == llm.encode_chat(parts)
     assert "|>\n" in llm.tokenizer.decode(llm.encode_chat([{"role": "assistant", "content": ""}]))
+
+
+def test_what_clients_add_to_answers_changes_nothing(llm: LLM) -> None:
+    """But a template may write the reasoning that belongs to an answer."""
+    call = {**CALL, "type": None, "index": 0, "function": {**CALL["function"], "parsed_arguments": {"a": 1}}}
+    added: dict[str, Any] = {
+        "parsed": {"a": 1},
+        "audio": None,
+        "refusal": None,
+        "function_call": None,
+        "annotations": [{}],
+        "id": "m",
+    }
+    answer = {"role": "assistant", "content": "x", "tool_calls": [CALL]}
+    sent = {**answer, "tool_calls": [call], "prefix": False, "reasoning_details": [1], **added}
+    result = {"role": "tool", "tool_call_id": "c", "content": "ok"}
+    plain = to_template([answer, result])
+    assert to_template([sent, {**result, "is_error": True}]) == plain and "reasoning_content" not in plain[0]
+    for name in ("reasoning", "reasoning_content"):
+        assert to_template([{**sent, name: "hm"}, result]) == [{**plain[0], "reasoning_content": "hm"}, plain[1]]
+        assert to_template([{**sent, name: {"text": "hm"}}, result]) == plain
 
 
 TOOL: Any = {"type": "function", "function": {"name": "weather", "description": "a day's", "strict": True}}
@@ -107,11 +131,21 @@ def test_what_is_no_setting_of_a_chat_is_refused(llm: LLM, options: Any, named: 
         ([{"role": "user", "content": 3}], "content must be text, not 3"),
         ([{"role": "user", "content": []}], "content must be text"),
         ([{"role": "user", "content": ["x"]}], "parts"),
-        ([{"role": "user", "content": [{"type": "image_url"}]}], "parts"),
+        ([{"role": "user", "content": [*PARTS, {"type": "image_url"}]}], r"messages\[0\]\.content\[2\] must be a part"),
         ([{"role": "user", "content": [{"type": "text", "text": 3}]}], "parts"),
-        ([{"role": "user", "content": [{"type": "text", "text": "x", "more": 1}]}], "parts"),
-        ([{"role": "user", "content": "x", "mood": 1}], r"messages\[0\]\.mood is not supported"),
+        ([{"role": "user", "content": [{"type": "input_audio", "text": "x"}]}], r"content\[0\] must be"),
+        *(
+            ([{"role": "assistant", "content": "x", each: {"id": "x"}}], rf"messages\[0\]\.{each} is not supported in")
+            for each in ("audio", "images", "function_call", "refusal", "prefix", "tool_call_id")
+        ),
+        ([{"role": "user", "content": "x", "tool_calls": [CALL]}], r"messages\[0\]\.tool_calls is not supported in"),
         ([{"role": "assistant", "tool_calls": [{}]}], r"tool_calls\[0\] must be a call with id"),
+        ([{"role": "assistant", "tool_calls": [CALL, {**CALL, "type": "custom"}]}], r"tool_calls\[1\] must be a call"),
+        ([{"role": "assistant", "tool_calls": [{**CALL, "id": None}]}], r"tool_calls\[0\].id must be text"),
+        (
+            [{"role": "assistant", "tool_calls": [{**CALL, "function": {"name": "f"}}]}],
+            "must have a name and arguments",
+        ),
         ([{"role": "user", "content": "x", "name": 3}], "name must be text"),
     ],
 )

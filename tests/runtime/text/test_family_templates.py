@@ -178,7 +178,7 @@ def test_a_conversation_is_written_and_read_as_by_transformers(name: str, folder
     written = set()
     with Tokenizer.load(folder) as loaded:
         assert not loaded.adds_bos and loaded.encode("") == []
-        tokenizer = Tokenizer(loaded._backend, loaded._special_tokens, TEMPLATES[name])
+        tokenizer = Tokenizer(loaded._backend, loaded._special_tokens, {"default": TEMPLATES[name]})
     with tokenizer:
         for messages in CONVERSATIONS.values():
             for variables in VARIABLES:
@@ -201,13 +201,13 @@ def test_tools_and_documents_are_written_as_by_transformers(folder: Path) -> Non
         settings: dict[str, Any] = {"tools": tools, "documents": [{"text": "<é>"}]}
         expected = reference.apply_chat_template([USER], tokenize=False, add_generation_prompt=True, **settings)
         with Tokenizer.load(folder) as loaded:
-            tokenizer = Tokenizer(loaded._backend, loaded._special_tokens, TEMPLATES[name])
+            tokenizer = Tokenizer(loaded._backend, loaded._special_tokens, {"default": TEMPLATES[name]})
         with tokenizer:
             assert tokenizer.apply_chat_template([USER], **settings) == expected
 
 
 def test_what_a_template_refuses_is_the_client_s_fault(folder: Path) -> None:
     with Tokenizer.load(folder) as loaded:
-        tokenizer = Tokenizer(loaded._backend, loaded._special_tokens, MISTRAL)
+        tokenizer = Tokenizer(loaded._backend, loaded._special_tokens, {"default": MISTRAL})
     with tokenizer, pytest.raises(RequestError, match="roles must alternate user/assistant"):
         tokenizer.apply_chat_template([USER, USER])

@@ -18,6 +18,7 @@ from draftwood.runtime.decoding.chunk import TokenChunk
 from draftwood.runtime.decoding.stats import SpecDecodeStats
 from draftwood.runtime.sampling.params import SamplingParams
 from draftwood.runtime.text.detokenizer import IncrementalDetokenizer
+from draftwood.runtime.text.token_texts import Offsets, TokenTexts
 from draftwood.runtime.text.tokenizer import Tokenizer
 from draftwood.runtime.text.writer import TextWriter
 
@@ -252,3 +253,50 @@ def test_a_stop_string_ends_a_text_behind_min_tokens(byte_level: Cut, min_tokens
     kept = len(expected) + stopped
     assert (chunk.text, chunk.finish_reason) == (expected, "stop" if stopped else "length")
     assert len(chunk.token_ids) == stats.num_tokens == kept
+
+
+@pytest.mark.parametrize("name", ["byte_level", "byte_fallback"])
+def test_every_token_has_its_bytes_and_a_blank_is_one(name: str, request: pytest.FixtureRequest) -> None:
+    cut: Cut = request.getfixturevalue(name)
+    known = TokenTexts(cut.tokenizer)
+    for token, meant in enumerate(cut.bytes_of):
+        if token not in cut.tokenizer.special_token_ids:
+            assert bytes(known.bytes(token)) == meant
+            text = meant.decode(errors="replace")
+            assert known.text(token) == text or "\ufffd" in text
+    assert known.text(1) == "<s>" and bytes(known.bytes(1)) == b"<s>"
+
+
+@pytest.mark.parametrize("name", ["byte_level", "byte_fallback"])
+@settings(max_examples=100)
+@given(text=texts, more=texts, data=st.data())
+def test_tokens_begin_where_the_text_before_them_ends(
+    name: str, byte_level: Cut, byte_fallback: Cut, text: str, more: str, data: st.DataObject
+) -> None:
+    """With an echo the prompt comes first. Special tokens are in neither text, unless they are shown behind it."""
+    cut = {"byte_level": byte_level, "byte_fallback": byte_fallback}[name]
+    known, ids = TokenTexts(cut.tokenizer), cut.ids("a" + text + more)
+    split = data.draw(st.integers(1, len(ids)))
+    prompt, tokens = ids[:split], [*ids[split:], 2]
+    skips = data.draw(st.booleans())
+    detokenizer = IncrementalDetokenizer(cut.tokenizer, prompt, skips)
+    lengths = [len(delta) for delta in detokenizer.push(tokens)]
+    expected = [sum(lengths[:index]) for index in range(len(tokens))]
+    assert list(Offsets(known, prompt, None, skips).next(tokens)) == expected
+    echo = ("a" + text + more).encode()[:split].decode(errors="ignore")
+    begun = [1, *prompt] if data.draw(st.booleans()) else prompt
+    found = list(Offsets(known, begun, echo, skips).next([*begun, *tokens]))
+    inside = [
+        len(("a" + text).encode()[:index].decode(errors="ignore")) for index in range(min(split, len("a" + text)))
+    ]
+    assert found[: len(begun) - len(prompt)] == [0] * (len(begun) - len(prompt))
+    assert found[len(begun) - len(prompt) :][: len(inside)] == inside
+    assert found[-len(tokens) :] == [len(echo) + place for place in expected]
+
+
+def test_an_echo_lacks_the_blank_that_an_encoder_adds_and_has_names_that_were_written(byte_fallback: Cut) -> None:
+    known, vocabulary = TokenTexts(byte_fallback.tokenizer), byte_fallback.tokenizer.vocabulary()
+    tokens = [1, vocabulary["▁a"], vocabulary["▁"], vocabulary["b"], 2, vocabulary["▁a"]]
+    assert list(Offsets(known, tokens, "a b</s> a", True).next(tokens)) == [0, 0, 1, 2, 3, 7]
+    assert list(Offsets(known, tokens, "a b a", True).next(tokens)) == [0, 0, 1, 2, 3, 3]
+    assert list(Offsets(known, tokens[:2], "<s>a", True).next(tokens[:2])) == [0, 3]

@@ -92,7 +92,16 @@ def test_a_conversation_is_written_as_the_model_expects(folder: Path) -> None:
 
 def test_the_template_may_stand_in_its_own_file_or_in_a_list(folder: Path) -> None:
     named = [{"name": "tool_use", "template": "t"}, {"name": "default", "template": "d{{ messages|length }}"}]
-    assert configure(folder, chat_template=named).apply_chat_template([]) == "d0"
+    with configure(folder, chat_template=named) as tokenizer:
+        assert tokenizer.apply_chat_template([]) == tokenizer.apply_chat_template([], tools=None) == "d0"
+        assert tokenizer.apply_chat_template([], tools=[{}]) == "t" == tokenizer.template_for(True)
+    with configure(folder, chat_template=named[:1]) as tokenizer:
+        assert tokenizer.apply_chat_template([], tools=[{}]) == "t" and tokenizer.template_for(False) == ""
+        with pytest.raises(RequestError, match="only one for tool_use: send tools"):
+            tokenizer.apply_chat_template([])
+    for damaged in ([{"name": "default"}], ["default"], 3, [{"name": "default", "template": None}]):
+        with pytest.raises(BundleError, match="chat_template is no text"):
+            configure(folder, chat_template=damaged)
     (folder / TEMPLATE).write_text("file")
     assert Tokenizer.load(folder).apply_chat_template([]) == "file"
 

@@ -15,9 +15,18 @@ from hypothesis import strategies as st
 from sentencepiece import sentencepiece_model_pb2
 from transformers import AutoTokenizer
 
-from draftwood.builder.tokenizer import ADDED, SENTENCEPIECE, check_same_vocabulary, convert_tokenizer
+from draftwood.builder.tokenizer import (
+    ADDED,
+    MOST_TEMPLATES,
+    SENTENCEPIECE,
+    TEMPLATES,
+    check_same_vocabulary,
+    convert_tokenizer,
+)
 from draftwood.models.errors import CheckpointError
-from draftwood.runtime.text.tokenizer import SETTINGS, TOKENIZER, Tokenizer
+from draftwood.runtime.text.chat_prompt import write_conversation
+from draftwood.runtime.text.conversation import ChatSettings
+from draftwood.runtime.text.tokenizer import SETTINGS, TEMPLATE, TOKENIZER, Tokenizer, read_templates
 
 CORPUS = [
     "Once upon a time there was a little girl named Lily.",
@@ -239,3 +248,43 @@ def test_vocabularies_must_be_the_same(tmp_path: Path) -> None:
     (folders[1] / TOKENIZER).write_text(json.dumps(content))
     with pytest.raises(CheckpointError, match="differ in 1 tokens, for instance '<extra>'"):
         check_same_vocabulary(one, Tokenizer.load(folders[1]))
+
+
+def test_templates_of_their_own_for_tools_are_kept_and_used(tmp_path: Path) -> None:
+    """In the order in which transformers looks for them."""
+    said = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
+    with_tools = "TOOLS={{ tools | tojson }}" + said
+    named = [{"name": name, "template": text} for name, text in (("default", said), ("tool_use", with_tools))]
+    tools: list[Any] = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
+    messages: list[dict[str, Any]] = [{"role": "user", "content": "hi"}]
+    further = f"{TEMPLATES}/tool_use.jinja"
+    sources: list[tuple[dict[str, Any], dict[str, str]]] = [
+        ({"chat_template": named}, {}),
+        ({"chat_template": named[1:]}, {}),
+        ({}, {TEMPLATE: said, further: with_tools, f"{TEMPLATES}/rag.jinja": "R"}),
+        ({"chat_template": named}, {TEMPLATE: "file"}),
+        ({"chat_template": "old"}, {further: with_tools}),
+    ]
+    for number, (config, files) in enumerate(sources):
+        source, bundle = write_tokenizer(tmp_path / str(number)), tmp_path / f"{number}.bundle"
+        bundle.mkdir()
+        written = json.loads((source / SETTINGS).read_text()) | config
+        (source / SETTINGS).write_text(json.dumps(written))
+        for name, text in files.items():
+            (source / name).parent.mkdir(exist_ok=True)
+            (source / name).write_text(text)
+        theirs = AutoTokenizer.from_pretrained(source)
+        with convert_tokenizer(source, bundle) as ours:
+            for given in (None, tools):
+                if given is None and "default" not in ours.chat_templates:
+                    continue
+                expected = theirs.apply_chat_template(messages, tools=given, tokenize=False)
+                assert ours.apply_chat_template(messages, False, tools=given) == expected
+            settings = ChatSettings(add_generation_prompt=False, tools=tools)
+            assert number == 3 or write_conversation(ours, messages, settings) == expected
+            assert ours.chat_templates == read_templates(bundle)
+            assert ours.chat_templates.get("rag") == ("R" if number == 2 else None)
+    for count in range(MOST_TEMPLATES):
+        (tmp_path / "2" / TEMPLATES / f"{count}.jinja").write_text("x")
+    with pytest.raises(CheckpointError, match="chat templates and may have 16"):
+        convert_tokenizer(tmp_path / "2", bundle)

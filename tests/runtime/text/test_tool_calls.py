@@ -58,8 +58,8 @@ SAMPLES: list[tuple[ToolFormat, str, Read | None]] = [
 ]
 
 
-def read(format: ToolFormat, text: str, cuts: list[int], parallel: bool = True) -> Read:
-    reader = ToolCallReader(format, ("f", "g"), parallel)
+def read(format: ToolFormat, text: str, cuts: list[int], parallel: bool = True, demanded: bool = False) -> Read:
+    reader = ToolCallReader(format, ("f", "g"), parallel, demanded)
     places = [0, *sorted(min(cut, len(text)) for cut in cuts), len(text)]
     found = [part for start, end in pairwise(places) for part in reader.push(text[start:end])] + reader.finish()
     calls: list[tuple[str, str]] = []
@@ -114,6 +114,15 @@ def test_text_before_a_call_is_not_held_back() -> None:
 
 def test_calls_behind_the_first_are_left_out_where_one_is_allowed() -> None:
     assert read(HERMES, f"{TWO}\n</tool_call>", [], parallel=False) == ("", [("g", "{}")])
+
+
+@pytest.mark.parametrize(("format", "key"), [(HERMES, "arguments"), (LLAMA, "parameters")])
+def test_demanded_calls_leave_no_markup_wherever_they_are_cut(format: ToolFormat, key: str) -> None:
+    call = f'{format.opens}\n{{"name": "f", "{key}": {{"a": 1}}}}\n{format.closes}'.strip()
+    text = f"{call}\n{call}" if format.opens else call
+    for length in range(len(text) + 1):
+        content, calls = read(format, text[:length], [length // 2], demanded=True)
+        assert content == "" and len(calls) == text[:length].count('"f"')
 
 
 class Counted(str):

@@ -113,12 +113,12 @@ def test_a_call_that_was_cut_off_may_be_sent_back(load: Any, template: str) -> N
         ([{"role": "tool", "content": "x"}], r"messages\[0\].tool_call_id must be the id of an earlier"),
         ([*MESSAGES[:2], {**MESSAGES[2], "tool_call_id": "other"}], r"messages\[2\].tool_call_id .* not 'other'"),
         ([*MESSAGES[:2], {**MESSAGES[2], "content": None}], r"messages\[2\].content must be text"),
-        ([{**MESSAGES[1], "role": "user"}], r"messages\[0\].tool_calls is not supported: a message of this role has"),
+        ([{**MESSAGES[1], "role": "user"}], r"messages\[0\].tool_calls is not supported in a message of this role"),
         ([{"role": "user", "content": "x", "tool_call_id": "c1"}], "tool_call_id is not supported"),
         ([{**MESSAGES[1], "tool_calls": "x"}], "tool_calls must be a list of calls"),
         ([{**MESSAGES[1], "tool_calls": [{}]}], r"tool_calls\[0\] must be a call with id"),
         ([{**MESSAGES[1], "tool_calls": [{**CALL, "type": "custom"}]}], "must be a call with id"),
-        ([{**MESSAGES[1], "tool_calls": [{**CALL, "id": 3}]}], "must have a name and arguments"),
+        ([{**MESSAGES[1], "tool_calls": [{**CALL, "id": 3}]}], "id must be text, not 3"),
         *(
             (
                 [{**MESSAGES[1], "tool_calls": [{**CALL, "function": {"name": "f", "arguments": text}}]}],
