@@ -109,6 +109,9 @@ def count_replays(opened: OpenLLM, gpu: Machine, case: Case) -> Round:
 
 
 def means(counts: Counter[str], rounds: int) -> Round:
+    """A context that is set up for a new shape, which is awaited once, does not count."""
+    counts = counts - Counter({name: counts["a profile"] for name in ("enqueue", "wait")})
+
     def per_round(*names: str) -> float:
         return sum(counts[name] for name in names) / rounds
 
