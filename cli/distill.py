@@ -13,9 +13,10 @@ from rich.progress import BarColumn, Progress, TaskID, TimeElapsedColumn
 
 from ..models.errors import EngineError
 from ..models.printable import shell_word
+from ..plugins.installation import install
 from .bench import read_prompts
 from .build import folder_or_id
-from .options import read_options
+from .options import FURTHER, read_options
 from .progress import titles
 
 if TYPE_CHECKING:
@@ -45,6 +46,7 @@ def add_parser(commands: Any) -> None:
         help="time for text and training together; the same command goes on after an interruption, and with more "
         "minutes after the end",
     )
+    further = parser.add_argument_group(FURTHER + "sizes and training")
     for name, kind, help in (
         ("text-minutes", float, "the part of the minutes in which the target writes (default: 60 %%)"),
         ("state", Path, "folder of texts and checkpoints (default: DRAFT.state)"),
@@ -62,7 +64,7 @@ def add_parser(commands: Any) -> None:
         ("learning-rate", float, "at its highest (default 0.002)"),
         ("seed", int, "of the texts and of the training (default 0)"),
     ):
-        parser.add_argument(f"--{name}", type=kind, default=hidden, help=help)
+        further.add_argument(f"--{name}", type=kind, default=hidden, help=help)
     parser.add_argument(
         "--from",
         dest="start",
@@ -98,7 +100,7 @@ def run(args: argparse.Namespace) -> int:
         options = read_options(args, DistillOptions)  # invalid options are refused before torch is imported
         from ..builder.distillation.distill import Watch, distill
     except ModuleNotFoundError as error:
-        raise EngineError(f"distilling needs {error.name}: pip install 'draftwood[build,cpu]'") from error
+        raise EngineError(f"distilling needs {error.name}: {install('build', 'cpu')}") from error
 
     console = Console(stderr=args.json)
     with Progress(titles(), BarColumn(), TimeElapsedColumn(), console=console) as shown:

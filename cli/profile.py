@@ -8,7 +8,6 @@ import math
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import asdict, replace
-from pathlib import Path
 from typing import Any
 
 from rich import box
@@ -22,13 +21,14 @@ from ..models.bindings import DRAFT, TARGET
 from ..models.config import LlamaConfig
 from ..models.errors import DraftwoodError, EngineError
 from ..models.printable import shell_word
+from ..plugins.installation import install
 from ..runtime.bundle.bundle import EngineBundle
 from ..runtime.bundle.costs import check_writable, fingerprint, write_costs
 from ..runtime.engines.backends import Backend, describe_backend
 from ..runtime.engines.base import Engine, EngineSpec
 from ..runtime.engines.comparison import Comparison
 from ..runtime.speculation.planning.cost import CostModel, PassCosts
-from .options import add_engines, add_quiet, integers
+from .options import add_engines, add_model, add_quiet, bundle_for, integers
 from .progress import progress
 
 # Upper quartile / least time of repeated passes: 1.10 to 1.25 on two idle cores (real-time priority), 1.46 to 9.7
@@ -38,7 +38,7 @@ BUSY = 1.35
 
 def add_parser(commands: Any) -> None:
     parser = commands.add_parser("profile", help="measure this machine's costs, by which speculation is planned")
-    parser.add_argument("bundle", type=Path)
+    add_model(parser)
     shown = f"{','.join(map(str, CONTEXTS))}, and the bundle's --max-length up to {LONGEST}"
     parser.add_argument(
         "--contexts", type=integers, default=(), help=f"committed tokens before a pass (default {shown})"
@@ -50,7 +50,7 @@ def add_parser(commands: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    bundle = EngineBundle.open(args.bundle)
+    bundle = EngineBundle.open(bundle_for(args))
     console = Console(stderr=args.json, quiet=args.quiet)
     costs = profile(bundle, args.threads, args.draft_threads, args.provider, args.contexts, console)
     if args.json:
@@ -120,7 +120,7 @@ def compare_layers(model: LlamaConfig, backend: Backend, precision: str, threads
     try:
         from ..builder.comparison import compare
     except ModuleNotFoundError as error:
-        raise EngineError(f"{error.name} is not installed: pip install 'draftwood[build,cpu]'") from error
+        raise EngineError(f"{error.name} is not installed: {install('build', 'cpu')}") from error
     return compare(model, backend, precision, threads)
 
 

@@ -18,6 +18,7 @@ from typing import Any
 from rich.console import Console
 
 from ..models.errors import ConfigError
+from ..plugins.installation import install
 from ..runtime.engines.shared.memory import limit_arenas
 from ..runtime.llm import LLM
 from ..runtime.requests.async_llm import AsyncLLM
@@ -26,7 +27,18 @@ from ..runtime.serving.http.clients import ApiKey, read_keys
 from ..runtime.serving.http.connection_limit import MAX_CONNECTIONS
 from ..runtime.serving.http.hosts import AllowedHosts, is_address, is_loopback
 from .live import costs_note
-from .options import add_engines, add_limits, add_speculation, positive, speculative
+from .options import (
+    FURTHER,
+    add_engines,
+    add_limits,
+    add_model,
+    add_running,
+    add_speculation,
+    bundle_for,
+    model_of,
+    positive,
+    speculative,
+)
 from .progress import warm_up
 
 API_KEY = "DRAFTWOOD_API_KEY"
@@ -85,7 +97,7 @@ def model_name(text: str) -> str:
 
 def add_parser(commands: Any) -> None:
     parser = commands.add_parser("serve", help="answer OpenAI clients over HTTP")
-    parser.add_argument("bundle", type=Path)
+    add_model(parser)
     http = parser.add_argument_group("HTTP")
     http.add_argument("--host", default="127.0.0.1", help="address to listen on (default 127.0.0.1: this machine only)")
     http.add_argument("--port", type=int, default=8000, help="0 takes a free port (default 8000)")
@@ -93,11 +105,13 @@ def add_parser(commands: Any) -> None:
         "--served-model-name",
         type=model_name,
         metavar="NAME",
-        help="the model's name in requests (default: the folder)",
+        help="the model's name in requests (default: the model's file or folder)",
     )
     http.add_argument(
         "--api-key", metavar="KEY", help=f"the key of clients (default: the variable {API_KEY}, if it is set)"
     )
+    add_running(http)
+    http = parser.add_argument_group(FURTHER + "HTTP")
     http.add_argument(
         "--api-keys-file",
         type=Path,
@@ -150,7 +164,7 @@ def add_parser(commands: Any) -> None:
         "OTEL_… say, else none)",
     )
     http.add_argument("--log-level", choices=("error", "warning", "info"), default="warning", help="info logs requests")
-    load = parser.add_argument_group("load")
+    load = parser.add_argument_group(FURTHER + "load")
     add_limits(load)
     load.add_argument(
         "--request-timeout", type=seconds, metavar="SECONDS", help="time limit of a request (default: none)"
@@ -170,7 +184,7 @@ def add_parser(commands: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     for package in ("fastapi", "uvicorn", "prometheus_client"):
         if find_spec(package) is None:
-            raise ConfigError(f"draftwood serve needs {package}: pip install 'draftwood[serve]'")
+            raise ConfigError(f"draftwood serve needs {package}: {install('serve')}")
     from ..runtime.serving.http.guard import Limits
     from ..runtime.serving.http.held import answer_bytes
     from ..runtime.serving.http.server import bind, serve
@@ -178,10 +192,10 @@ def run(args: argparse.Namespace) -> int:
 
     keys = api_keys(args.api_key, os.environ.get(API_KEY), args.api_keys_file)
     limit_arenas()
-    name = args.served_model_name or args.bundle.resolve().name
+    name, config, bundle = args.served_model_name or model_of(args).name, speculative(args), bundle_for(args)
     with bind(args.host, args.port) as listener:
         engines = (args.threads, args.draft_threads, args.provider, args.private_weights)
-        llm = LLM(args.bundle, speculative(args), *engines)
+        llm = LLM(bundle, config, *engines)
         warm_up(llm, Console(stderr=True))
         with (
             tracing(args.otlp_traces_endpoint, name) as trace,
@@ -237,7 +251,7 @@ def tracing(endpoint: str | None, model: str) -> Iterator[Callable[[Any], Any] |
     try:
         from ..runtime.serving.openai.tracing import Tracing, sending
     except ImportError as error:
-        missing = f"OpenTelemetry spans need {error.name}: pip install 'draftwood[otel]'"
+        missing = f"OpenTelemetry spans need {error.name}: {install('otel')}"
         if endpoint is not None:
             raise ConfigError(missing) from error
         print(f"draftwood: warning: no spans are sent. {missing}", file=sys.stderr)

@@ -14,8 +14,9 @@ from rich.table import Table
 from ..models.bindings import ROLES
 from ..models.errors import EngineError
 from ..models.printable import shell_word
+from ..plugins.installation import install
 from .bench import read_prompts
-from .options import add_quiet, read_options
+from .options import FURTHER, add_quiet, read_options
 from .progress import progress
 
 if TYPE_CHECKING:
@@ -35,6 +36,7 @@ def add_parser(commands: Any) -> None:
         "--prompts", type=Path, required=True, metavar="F", help='JSON lines, each with a "prompt" (or "turns")'
     )
     parser.add_argument("--output", type=Path, required=True, metavar="DIR", help="folder to write")
+    further = parser.add_argument_group(FURTHER + "sizes and training")
     for name, kind, help in (
         ("layers", int, "ResBlocks of the head (default 3)"),
         ("reject-weight", float, "weight of a rejection in the loss (default 6)"),
@@ -50,14 +52,14 @@ def add_parser(commands: Any) -> None:
         ("seed", int, "the same seed gives the same head (default 0)"),
         ("threads", int, "of torch; 0 (default) chooses by the target's size"),
     ):
-        parser.add_argument(f"--{name}", type=kind, default=hidden, help=help)
-    parser.add_argument(
+        further.add_argument(f"--{name}", type=kind, default=hidden, help=help)
+    further.add_argument(
         "--contexts",
         default=hidden,
         help="texts that the draft reads in training: mixed (default, as published), or branched, which branch off the "
         "target's texts",
     )
-    parser.add_argument(
+    further.add_argument(
         "--untied", dest="tied", action="store_false", default=hidden, help="every ResBlock has its own matrix"
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
@@ -74,7 +76,7 @@ def run(args: argparse.Namespace) -> int:
         prompts = read_prompts(args.prompts)
         from ..builder.head.train import train_head
     except ModuleNotFoundError as error:
-        raise EngineError(f"training needs {error.name}: pip install 'draftwood[build,cpu]'") from error
+        raise EngineError(f"training needs {error.name}: {install('build', 'cpu')}") from error
 
     console = Console(stderr=args.json, quiet=args.quiet)
     with progress(console) as begin:
