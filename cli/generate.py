@@ -56,7 +56,8 @@ def add_parser(commands: Any) -> None:
         "--json", action="store_true", help="one JSON object: the fields of CompletionOutput, and the prompt's tokens"
     )
     parser.add_argument("--explain", metavar="OUT.html", type=Path, help="draw every round's token graph on a page")
-    parser.add_argument("--audit", action="store_true", help="decode plainly too and compare; exit code 1 if different")
+    check = parser.add_argument_group(FURTHER + "check")
+    check.add_argument("--audit", action="store_true", help="decode plainly too and compare; exit code 1 if different")
     add_sampling(parser)
     add_speculation(parser)
     add_engines(parser)

@@ -173,7 +173,7 @@ class HelpAll(argparse.Action):
 
 
 def join_lists(argv: Sequence[str]) -> list[str]:
-    """`--topology -1,0` as `--topology=-1,0`: argparse would take a list that begins with a minus for an option."""
+    """`--widths -1,4` as `--widths=-1,4`: argparse would take a list that begins with a minus for an option."""
     joined: list[str] = []
     for argument in argv:
         if joined and re.fullmatch(r"--[a-z][a-z-]*", joined[-1]) and re.fullmatch(r"-\d+(,-?\d*)+", argument):

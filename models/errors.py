@@ -8,7 +8,7 @@ from dataclasses import fields
 from difflib import get_close_matches
 from functools import wraps
 from reprlib import Repr
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from .printable import printable
 
@@ -47,7 +47,8 @@ def known_names(error: type[DraftwoodError]) -> Callable[[type[T]], type[T]]:
     """A decorator of a dataclass: a keyword that is no field raises `error`, which names the nearest one."""
 
     def wrap(cls: type[T]) -> type[T]:
-        own, names = cls.__init__, [field.name for field in fields(cls)]  # type: ignore[misc,arg-type]
+        init_of, names = cast(Any, cls), [field.name for field in fields(cast(Any, cls))]
+        own = init_of.__init__
 
         @wraps(own)
         def init(self: T, *args: Any, **given: Any) -> None:
@@ -56,7 +57,7 @@ def known_names(error: type[DraftwoodError]) -> Callable[[type[T]], type[T]]:
                 raise error(f"{cls.__name__} has no {printable(unknown)!r}{near}")
             own(self, *args, **given)
 
-        cls.__init__ = init  # type: ignore[misc]
+        init_of.__init__ = init
         return cls
 
     return wrap

@@ -80,8 +80,7 @@ class LLM:
         self.bundle = EngineBundle.open(bundle_of(asked), private_weights)
         self.tokenizer = Tokenizer.load(self.bundle.folder)
         self._default_params = default_params(self.bundle)
-        self.speculative = speculative
-        self._provider = provider
+        self.speculative, self._provider = speculative, provider
         self._target = self.bundle.open_engine(TARGET, threads, provider)
         self._draft: Engine | None = None
         self._costs: CostModel | None = None

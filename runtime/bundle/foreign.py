@@ -66,7 +66,8 @@ def with_others(
     if config is not None:
         if speculative != SpeculativeConfig():
             raise ConfigError("speculative and speculative_config say the same: give one of them")
-        speculative, given["draft"] = speculation_of(config)
+        speculative, draft = speculation_of(config)
+        given |= {} if draft is None else {"draft": draft}
     if revision := given.pop("revision", None):
         given["path"] = f"{model.path}@{revision}"
     for name, value in given.items():
@@ -96,12 +97,14 @@ def speculation_of(config: Any) -> tuple[SpeculativeConfig, str | None]:
             "speculative=SpeculativeConfig(...)"
         )
     draft, method = config.get("model"), config.get("method")
+    if draft in DRAFTLESS:
+        draft, method = None, draft
     method = method or ("draft_model" if draft is not None else "ngram")
     tokens = config.get("num_speculative_tokens")
-    if method in DRAFTLESS and draft in (None, *DRAFTLESS):
-        size = {} if tokens is None else {"lookup_len": tokens, "max_draft_len": max(15, tokens)}
+    if method in DRAFTLESS and draft is None:
+        size = {} if tokens is None else {"lookup_len": tokens, "max_draft_len": tokens}
         longest = config.get("prompt_lookup_max")
-        return SpeculativeConfig("lookup", lookup_ngram=longest or 0, **size), "none"
+        return SpeculativeConfig("lookup", lookup_ngram=longest or 0, **size), None
     if method != "draft_model" or draft is None:
         raise ConfigError(
             f'speculative_config: method {shown(method)} is not known here; give a draft as "model", or "ngram" as '

@@ -20,6 +20,7 @@ from draftwood.cli import profile
 from draftwood.cli.main import main
 from draftwood.models.config import LlamaConfig
 from draftwood.models.errors import BundleError, EngineError
+from draftwood.plugins.installation import install
 from draftwood.runtime.bundle.costs import read_costs, write_costs
 from draftwood.runtime.engines.backends import NATIVE
 from draftwood.runtime.engines.base import Engine
@@ -95,7 +96,7 @@ def test_what_cannot_be_compared_is_said(
     monkeypatch.setitem(sys.modules, "draftwood.builder.comparison", None)
     assert main(["profile", str(bundle), "--contexts", "8", "--json"]) == 0
     printed = capsys.readouterr()
-    assert "Not compared with onnxruntime:" in printed.err and "pip install 'draftwood[build,cpu]'" in printed.err
+    assert "Not compared with onnxruntime:" in printed.err and f"{install('build', 'cpu')}" in printed.err
     assert json.loads(printed.out)["compared"] is None
 
 

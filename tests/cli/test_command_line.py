@@ -18,6 +18,7 @@ from draftwood.builder.progress import Step
 from draftwood.cli.bench import interval
 from draftwood.cli.main import main
 from draftwood.cli.progress import progress
+from draftwood.plugins.installation import install
 from draftwood.runtime.bundle.bundle import EngineBundle
 
 GREEDY = ["--temperature", "0", "--max-tokens", "12", "--ignore-eos"]
@@ -217,7 +218,7 @@ def test_completion_without_its_package_names_the_extra(
 ) -> None:
     monkeypatch.setitem(sys.modules, "shtab", None)
     assert main(["--print-completion", "bash"]) == 2
-    assert "pip install 'draftwood[completion]'" in capsys.readouterr().err
+    assert f"{install('completion')}" in capsys.readouterr().err
 
 
 def test_generate_writes_the_form_that_is_asked_for(
