@@ -25,7 +25,7 @@ LINK = mkdir -p build/typing/draftwood && \
 	for folder in $(FOLDERS); do ln -sfn $(CURDIR)/$$folder build/typing/draftwood/$$folder; done && \
 	ln -sfn $(CURDIR)/package/*.py $(CURDIR)/package/py.typed build/typing/draftwood/
 
-BUILD = $(PY) build_engines.py --draft $(PAIR)/draft --acceptance-head $(PAIR)/head
+BUILD = $(PY) build_engines.py --draft $(PAIR)/draft --acceptance-head $(PAIR)/head --precision fp32
 
 $(BUNDLE)/manifest.json: .venv/ready $(wildcard $(PAIR)/*/*.safetensors)
 	$(BUILD) --target $(PAIR)/target --output $(BUNDLE)

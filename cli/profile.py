@@ -91,12 +91,24 @@ def profile(
             highlight=False,
             soft_wrap=True,
         )
+    elif costs.compared is not None and costs.compared.is_slower:
+        console.print(advice(costs.compared), markup=False, highlight=False, soft_wrap=True)
     return costs
+
+
+def advice(compared: Comparison) -> str:
+    """What a faster rival would bring, from a measurement on a quiet machine."""
+    slowest, rows = max(zip(compared.ratios, compared.rows, strict=True))
+    rival = compared.other.partition(" ")[0]
+    return (
+        f"Backend {rival} takes {1 / slowest:.2f} of the time for a layer at {rows} row{'s' * (rows > 1)}, so a bundle "
+        f"with --backend {rival} may be faster here. Measured: {compared.described}"
+    )
 
 
 def beside_rival(spec: EngineSpec, threads: int, begin: Begin, console: Console) -> Comparison | None:
     """Compare the target's backend with its rival, by one layer; None if it has none, or the rival is not there. Says
-    on the console why nothing was compared, or that the rival is faster."""
+    on the console why nothing was compared."""
     backend = describe_backend(spec.backend)
     if not backend.rival:
         return None
@@ -108,9 +120,6 @@ def beside_rival(spec: EngineSpec, threads: int, begin: Begin, console: Console)
         console.print(f"Not compared with {backend.rival}: {error}", markup=False, highlight=False, soft_wrap=True)
         return None
     advance()
-    if compared.is_slower:
-        advice = f"Build the bundle with --backend {backend.rival}: it is faster on this machine. Measured: "
-        console.print(advice + compared.described, markup=False, highlight=False, soft_wrap=True)
     return compared
 
 

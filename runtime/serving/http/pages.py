@@ -49,7 +49,8 @@ def add_pages(app: FastAPI, defaults: SamplingParams) -> None:
 
 
 def chat_page(defaults: SamplingParams) -> Response:
-    """The chat page, with the settings that its fields begin with. An explanation that the page opens inherits its policy, which therefore allows that style, too."""
+    """The chat page, with the settings that its fields begin with. An explanation that the page opens inherits its
+    policy, which therefore allows that style, too."""
     text = files(__package__).joinpath("chat.html").read_text(encoding="utf-8")
     for name in ("temperature", "top_p", "max_tokens"):
         text = text.replace(f'"{name.upper()}"', f'"{getattr(defaults, name)}"')

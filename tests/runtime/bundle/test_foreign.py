@@ -88,11 +88,11 @@ def test_contradictions_are_refused(tiny_bundle: Path) -> None:
 
 
 def test_settings_say_which_name_was_meant() -> None:
-    with pytest.raises(RequestError, match="SamplingParams has no 'max_token'; did you mean max_tokens?"):
+    with pytest.raises(RequestError, match=r"SamplingParams has no 'max_token'; did you mean max_tokens?"):
         SamplingParams(max_token=5)  # type: ignore[call-arg]
     with pytest.raises(RequestError, match="has no 'guided_decoding': it has max_tokens"):
         SamplingParams(guided_decoding=None)  # type: ignore[call-arg]
-    with pytest.raises(ConfigError, match="SpeculativeConfig has no 'max_draft_length'; did you mean max_draft_len?"):
+    with pytest.raises(ConfigError, match=r"SpeculativeConfig has no 'max_draft_length'; did you mean max_draft_len?"):
         SpeculativeConfig(max_draft_length=5)  # type: ignore[call-arg]
 
 
