@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskID, TimeElapsedColumn
+from rich.progress import BarColumn, Progress, TaskID, TimeRemainingColumn
 
 from ..models.errors import EngineError
 from ..models.printable import shell_word
@@ -43,8 +43,8 @@ def add_parser(commands: Any) -> None:
         type=float,
         required=True,
         metavar="N",
-        help="time for text and training together; the same command goes on after an interruption, and with more "
-        "minutes after the end",
+        help="time for text and training together, some 30 for a draft worth having; the same command goes on after "
+        "an interruption, and with more minutes after the end",
     )
     further = parser.add_argument_group(FURTHER + "sizes and training")
     for name, kind, help in (
@@ -103,7 +103,7 @@ def run(args: argparse.Namespace) -> int:
         raise EngineError(f"distilling needs {error.name}: {install('build', 'cpu')}") from error
 
     console = Console(stderr=args.json)
-    with Progress(titles(), BarColumn(), TimeElapsedColumn(), console=console) as shown:
+    with Progress(titles(), BarColumn(), TimeRemainingColumn(elapsed_when_finished=True), console=console) as shown:
         bars = Bars(shown, options)
         result = distill(options, bars.begin, Watch(bars.text, bars.training, bars.step))
     if args.json:
@@ -161,6 +161,9 @@ class Bars:
 
     def begin(self, step: Step) -> Callable[[], None]:
         """See `progress`."""
+        if not step.units:
+            self._bars.console.print(step.title, markup=False, highlight=False, soft_wrap=True)
+            return lambda: None
         task = self._bars.add_task(step.title, total=step.units)
         return lambda: self._bars.advance(task)
 
