@@ -8,10 +8,17 @@ LARGE := bundles/demo-110m
 .PHONY: setup demo demo-small quick test full lint types docs examples bench gpu-check size
 setup: .venv/ready
 
+# On Linux without a GPU torch comes from its index for CPUs: elsewhere it brings gigabytes of CUDA. Where this index
+# cannot be reached, and where PIP_EXTRA_INDEX_URL names another one, pip decides.
+CPU_TORCH = if [ "$$(uname -s)" = Linux ] && [ -z "$$PIP_EXTRA_INDEX_URL" ] && ! command -v nvidia-smi >/dev/null; then \
+	$(PY) -m pip install -q --retries 1 --timeout 15 --no-deps --index-url https://download.pytorch.org/whl/cpu \
+	"$$(grep ^torch== constraints.txt)" 2>/dev/null || echo "The index for CPUs was not reached: pip takes torch where it can."; fi
+
 .venv/ready: pyproject.toml constraints.txt
 	python3 -m venv .venv
 	$(PY) -m pip install -q -U pip
-	$(PY) -m pip install -q -c constraints.txt -e '.[cpu,build]'
+	@$(CPU_TORCH)
+	$(PY) -m pip install -q -c constraints.txt -e '.[cpu,build,serve]'
 	touch $@
 
 # What checks need on top: every backend and server, so that tests run against the real ones.
@@ -61,7 +68,8 @@ QUICK := floors config sampling sampling_params weights verifier gsd dyspec base
 	controller_learning planning_lossless cost decoder room scheduler prefix async_llm llm audit detokenizer \
 	multibyte_text tokenizer bundle build checkpoint openai_client openai_failures openai_guard
 
-quick: .venv/dev
+quick: .venv/ready
+	$(PY) -m pip install -q pytest
 	$(PY) -m pytest -m 'not full' $(foreach name,$(QUICK),$(wildcard tests/*/test_$(name).py tests/*/*/test_$(name).py))
 
 # Files of tests run side by side in so many processes, each of which takes up to 2 GB of memory.
