@@ -83,7 +83,7 @@ def test_two_processes_build_once_and_find_the_same(first_use: list[tuple[str, s
 
 @pytest.mark.usefixtures("first_use", "no_build")
 def test_what_was_built_is_found_by_its_content(model: Path, tmp_path: Path) -> None:
-    copy = shutil.copy2(model, tmp_path / "tiny.gguf")
+    copy = Path(shutil.copy2(model, tmp_path / "tiny.gguf"))
     with LLM(model) as first, LLM(str(copy)) as second, AsyncLLM(copy) as served:
         folders = {each.bundle.folder for each in (first, second, served.llm)}
         assert len(folders) == 1 and first.generate("hello", GREEDY)[0].token_ids
