@@ -63,14 +63,14 @@ demo-small: $(BUNDLE)/manifest.json $(LARGE)/manifest.json
 	$(COMPARE) --temperature 0 --configs plain,chain:4,auto
 	$(COMPARE) --temperature 0.7 --seed 1 --configs plain,chain:4,auto
 
-# What a change most often breaks: rounds, verifiers, sampling, text, scheduling, the API and the HTTP server.
+# What a change most often breaks: rounds, verifiers, sampling, planning, scheduling, the command line. These tests need
+# no model of transformers, and no more than pytest and hypothesis beside what `make setup` installs.
 QUICK := floors config sampling sampling_params weights verifier gsd dyspec baseline specdecpp calibration controller \
-	controller_learning planning_lossless cost decoder room scheduler prefix async_llm llm audit detokenizer \
-	multibyte_text tokenizer bundle build checkpoint openai_client openai_failures openai_guard
+	controller_learning planning_lossless cost decoder room scheduler named help
 
 quick: .venv/ready
-	$(PY) -m pip install -q pytest
-	$(PY) -m pytest -m 'not full' $(foreach name,$(QUICK),$(wildcard tests/*/test_$(name).py tests/*/*/test_$(name).py))
+	$(PY) -m pip install -q pytest hypothesis
+	$(PY) -m pytest -m 'not full' $(foreach name,$(QUICK),$(wildcard tests/house/test_$(name).py tests/cli/test_$(name).py tests/runtime/*/test_$(name).py))
 
 # Files of tests run side by side in so many processes, each of which takes up to 2 GB of memory.
 WORKERS ?= 2
