@@ -20,7 +20,7 @@ from ..runtime.sampling.params import SamplingParams
 from .chat_commands import ChatState, left_out, run_command
 from .line_editor import LineEditor
 from .live import PROMPT, costs_note, open_view, running
-from .options import add_engines, add_model, add_sampling, add_speculation, bundle_for, given, speculative, valid_text
+from .options import add_decoding, add_model, add_sampling, bundle_for, given, speculative, valid_text
 from .progress import warm_up
 from .streams import standard_input
 
@@ -39,12 +39,10 @@ def add_parser(commands: Any) -> None:
     )
     add_model(parser)
     parser.add_argument("--system", metavar="TEXT", type=valid_text, help="the system message")
-    parser.add_argument(
-        "--json", action="store_true", help="one JSON object per answer; each line of standard input is a message"
-    )
+    words = "one JSON object per answer; each line of standard input is a message"
+    parser.add_argument("--json", action="store_true", help=words)
     add_sampling(parser)
-    add_speculation(parser)
-    add_engines(parser)
+    add_decoding(parser)
     parser.set_defaults(run=run)
 
 

@@ -24,11 +24,10 @@ from .files import check_writable, files_of, read, write
 from .live import costs_note, open_view, summary
 from .options import (
     FURTHER,
-    add_engines,
+    add_decoding,
     add_model,
     add_quiet,
     add_sampling,
-    add_speculation,
     bundle_for,
     given,
     speculative,
@@ -52,15 +51,13 @@ def add_parser(commands: Any) -> None:
         "--regex", metavar="PATTERN", type=valid_text, help="the whole text matches this regular expression"
     )
     form.add_argument("--grammar", metavar="FILE", type=Path, help="the text follows this grammar, Lark's or GBNF's")
-    parser.add_argument(
-        "--json", action="store_true", help="one JSON object: the fields of CompletionOutput, and the prompt's tokens"
-    )
+    words = "one JSON object: the fields of CompletionOutput, and the prompt's tokens"
+    parser.add_argument("--json", action="store_true", help=words)
     parser.add_argument("--explain", metavar="OUT.html", type=Path, help="draw every round's token graph on a page")
     check = parser.add_argument_group(FURTHER + "check")
     check.add_argument("--audit", action="store_true", help="decode plainly too and compare; exit code 1 if different")
     add_sampling(parser)
-    add_speculation(parser)
-    add_engines(parser)
+    add_decoding(parser)
     add_quiet(parser)
     parser.set_defaults(run=run)
 

@@ -36,17 +36,12 @@ HERE, ELSEWHERE, ASSUMED = "measured here", "measured elsewhere", "assumed"
 
 
 def add_parser(commands: Any) -> None:
-    parser = commands.add_parser(
-        "inspect", help="show what a bundle holds and whether it runs here, or what can run here"
-    )
+    words = "show what a bundle holds and whether it runs here, or what can run here"
+    parser = commands.add_parser("inspect", help=words)
     parser.add_argument("bundle", type=Path, nargs="?", help="leave it out to see what this machine can run")
     parser.add_argument("--json", action="store_true", help="one JSON object")
-    parser.add_argument(
-        "--requests",
-        type=positive,
-        metavar="N",
-        help=f"show the memory that N requests at a time need (default {REQUESTS})",
-    )
+    words = f"show the memory that N requests at a time need (default {REQUESTS})"
+    parser.add_argument("--requests", type=positive, metavar="N", help=words)
     parser.add_argument("--chat-template", action="store_true", help="print the chat template, and nothing else")
     parser.add_argument("--open", action="store_true", help="open the engines, too: for bundles that you trust")
     parser.set_defaults(run=run)

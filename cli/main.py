@@ -19,7 +19,7 @@ from ..runtime.bundle.costs import release
 from ..runtime.engines.backends import BACKENDS
 from ..runtime.speculation.config import SpeculativeConfig
 from . import bench, build, cache, chat, demo, distill, generate, inspect, profile, serve, train_head, triton
-from .options import FURTHER, HIDDEN
+from .options import FURTHER, HIDDEN, folder_or_id
 from .streams import abandon, check_output, lenient_errors, unwritten
 from .termination import termination_unwinds
 
@@ -98,15 +98,10 @@ def refuse(error: DraftwoodError) -> int:
 def arguments(argv: Sequence[str]) -> argparse.Namespace:
     """The parsed arguments; `run` is the function of the command. Ends the program if they are wrong."""
     parser = Parser(prog="draftwood", description="Lossless speculative decoding over compiled engines")
-    parser.add_argument(
-        "--version", action=ShowVersion, nargs=0, help="versions of draftwood and of installed backends"
-    )
-    parser.add_argument(
-        "--print-completion",
-        action=PrintCompletion,
-        metavar="SHELL",
-        help="a script that completes commands and options in bash, zsh, tcsh or another shell that shtab knows",
-    )
+    words = "versions of draftwood and of installed backends"
+    parser.add_argument("--version", action=ShowVersion, nargs=0, help=words)
+    words = "a script that completes commands and options in bash, zsh, tcsh or another shell that shtab knows"
+    parser.add_argument("--print-completion", action=PrintCompletion, metavar="SHELL", help=words)
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     for command in COMMANDS:
         command.add_parser(commands)
@@ -204,7 +199,7 @@ class PrintCompletion(argparse.Action):
             choices = ", ".join(shtab.SUPPORTED_SHELLS)
             parser.error(f"argument --print-completion: invalid choice: {shell!r} (choose from {choices})")
         for action in options_of(parser):
-            if action.type in (Path, build.folder_or_id):
+            if action.type in (Path, folder_or_id):
                 action.complete = shtab.FILE  # type: ignore[attr-defined]
         print(shtab.complete(parser, shell))
         parser.exit()

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
-from dataclasses import fields
+from collections.abc import Callable, Mapping
+from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -91,27 +91,41 @@ def valid_text(text: str) -> str:
     return text
 
 
-READERS: dict[str, dict[str, Any]] = {  # how argparse reads a field, by its annotation
+def folder_or_id(text: str) -> Path:
+    """A path. One that begins with a dot stays a path: without the dot it could be an id."""
+    return Path.cwd() / text if text.startswith(".") else Path(text)
+
+
+class AsTuple(argparse.Action):
+    """Stores several values as a tuple, for a frozen dataclass."""
+
+    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
+        setattr(namespace, self.dest, tuple(values))
+
+
+READERS: dict[str, dict[str, Any]] = {  # how argparse reads a field, by its annotation without None
     "int": {"type": int, "metavar": "N"},
-    "int | None": {"type": int, "metavar": "N"},
     "float": {"type": float, "metavar": "X"},
     "str": {"metavar": "NAME"},
     "bool": {"action": "store_true"},
+    "Path": {"type": folder_or_id, "metavar": "PATH"},
     "Sequence[str]": {"action": "append", "type": valid_text, "metavar": "TEXT"},
     "tuple[int, ...]": {"type": integers, "metavar": "N,N"},
+    "tuple[str, ...]": {"nargs": "+", "action": AsTuple, "metavar": "X"},
+    "bool | None": {"action": argparse.BooleanOptionalAction},
 }
 
 
 def add_settings(
-    parser: argparse.ArgumentParser, title: str, kind: Callable[..., Any], shown: dict[str, Setting]
+    parser: argparse.ArgumentParser, title: str, kind: Callable[..., Any], shown: Mapping[str, Setting]
 ) -> argparse._ArgumentGroup:
     """Add options for fields of a dataclass, in two groups: those for everybody, which is returned, and others."""
     known = {field.name: field for field in fields(kind)}  # type: ignore[arg-type]
     groups = [parser.add_argument_group(start + title) for start in ("", FURTHER)]
     for name, setting in shown.items():
-        default = setting.default or known[name].default
-        suffix = "" if default in (None, (), False) else f" (default: {default})"
-        reader = READERS[str(known[name].type)]
+        default, annotation = setting.default or known[name].default, str(known[name].type)
+        suffix = "" if default in (None, (), False, MISSING) else f" (default: {default})"
+        reader = READERS.get(annotation) or READERS[annotation.removesuffix(" | None")]
         groups[setting.is_further].add_argument(flag(name), default=HIDDEN, help=setting.help + suffix, **reader)
     return groups[0]
 
@@ -135,19 +149,12 @@ def add_model(parser: argparse.ArgumentParser) -> None:
     """Add what is run: a bundle, or a model whose bundle is built at its first use."""
     parser.add_argument("model", metavar="MODEL", help="bundle, .gguf file, Hugging Face folder, or id on the Hub")
     group = parser.add_argument_group("model, unless it is a bundle (the first use builds one, and keeps it)")
-    group.add_argument(
-        "--draft", metavar="PATH", help="smaller model that proposes tokens; or none (default: a known one)"
-    )
+    words = "smaller model that proposes tokens; or none (default: a known one)"
+    group.add_argument("--draft", metavar="PATH", help=words)
     group.add_argument("--precision", metavar="NAME", help="int4, int8, bf16, ... (default: nearest to the file's own)")
-    group.add_argument(
-        "-c",
-        "--ctx-size",
-        "--max-length",
-        dest="max_length",
-        type=positive,
-        metavar="N",
-        help="tokens of prompt and output (default: the model's, up to 8192)",
-    )
+    names = ("-c", "--ctx-size", "--max-length")
+    words = "tokens of prompt and output (default: the model's, up to 8192)"
+    group.add_argument(*names, dest="max_length", type=positive, metavar="N", help=words)
 
 
 def model_of(args: argparse.Namespace) -> Model:
@@ -175,49 +182,27 @@ def add_speculation(parser: argparse.ArgumentParser) -> None:
 
 def add_limits(group: argparse._ArgumentGroup) -> None:
     """Add what every server of many requests has: the limits of AsyncLLM."""
-    group.add_argument(
-        "--max-waiting",
-        type=int,
-        default=MAX_WAITING,
-        help=f"requests that may wait; further ones are refused (default {MAX_WAITING})",
+    words = f"requests that may wait; further ones are refused (default {MAX_WAITING})"
+    group.add_argument("--max-waiting", type=int, default=MAX_WAITING, help=words)
+    words = (
+        "lower --max-running to the caches that fit into this memory (default: requests wait until caches fit into "
+        f"{100 * CACHE_SHARE:.0f} %% of the available memory)"
     )
-    group.add_argument(
-        "--kv-cache-bytes",
-        type=int,
-        help="lower --max-running to the caches that fit into this memory (default: requests wait until caches fit "
-        f"into {CACHE_SHARE:.0%} of the available memory)".replace("%", "%%"),
+    group.add_argument("--kv-cache-bytes", type=int, help=words)
+    words = (
+        "the most time that a running text waits for the prompts of others between two of its chunks, by the measured "
+        f"costs of the bundle (default {MAX_PAUSE_MS:g})"
     )
-    group.add_argument(
-        "--max-pause-ms",
-        type=float,
-        default=MAX_PAUSE_MS,
-        metavar="MS",
-        help="the most time that a running text waits for the prompts of others between two of its chunks, by the "
-        f"measured costs of the bundle (default {MAX_PAUSE_MS:g})",
-    )
-    group.add_argument(
-        "--prefix-cache-slots",
-        type=int,
-        default=PREFIX_CACHE_SLOTS,
-        metavar="SLOTS",
-        help=f"slots for prompts of ended requests, which others reuse; 0: no reuse (default {PREFIX_CACHE_SLOTS})",
-    )
-    group.add_argument(
-        "--private-weights",
-        action="store_true",
-        help="copy weights into memory instead of mapping files, so that changes of the bundle do not reach it; not "
-        "for TensorRT, which maps none",
-    )
+    group.add_argument("--max-pause-ms", type=float, default=MAX_PAUSE_MS, metavar="MS", help=words)
+    words = f"slots for prompts of ended requests, which others reuse; 0: none (default {PREFIX_CACHE_SLOTS})"
+    group.add_argument("--prefix-cache-slots", type=int, default=PREFIX_CACHE_SLOTS, metavar="SLOTS", help=words)
+    words = "copy weights into memory, so that changes of the bundle do not reach it; not for TensorRT, which maps none"
+    group.add_argument("--private-weights", action="store_true", help=words)
 
 
 def add_running(group: argparse._ActionsContainer) -> None:
-    group.add_argument(
-        "--max-running",
-        type=int,
-        default=MAX_RUNNING,
-        metavar="N",
-        help=f"requests that run together (default {MAX_RUNNING})",
-    )
+    words = f"requests that run together (default {MAX_RUNNING})"
+    group.add_argument("--max-running", type=int, default=MAX_RUNNING, metavar="N", help=words)
 
 
 def add_engines(parser: argparse.ArgumentParser) -> None:
@@ -228,6 +213,12 @@ def add_engines(parser: argparse.ArgumentParser) -> None:
         "--draft-threads", type=int, default=DRAFT_THREADS, help="of the draft; 0: one, or on native the target's"
     )
     group.add_argument("--provider", choices=("cpu", "cuda"), default=PROVIDER, help="the device of ONNX Runtime")
+
+
+def add_decoding(parser: argparse.ArgumentParser) -> None:
+    """Add what every command has that generates text: speculation and engines."""
+    add_speculation(parser)
+    add_engines(parser)
 
 
 def speculative(args: argparse.Namespace) -> SpeculativeConfig | None:

@@ -40,9 +40,8 @@ def add_parser(commands: Any) -> None:
     parser = commands.add_parser("profile", help="measure this machine's costs, by which speculation is planned")
     add_model(parser)
     shown = f"{','.join(map(str, CONTEXTS))}, and the bundle's --max-length up to {LONGEST}"
-    parser.add_argument(
-        "--contexts", type=integers, default=(), help=f"committed tokens before a pass (default {shown})"
-    )
+    words = f"committed tokens before a pass (default {shown})"
+    parser.add_argument("--contexts", type=integers, default=(), help=words)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     add_engines(parser)
     add_quiet(parser)

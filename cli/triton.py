@@ -13,17 +13,7 @@ from ..models.errors import ConfigError, EngineError
 from ..runtime.serving.triton.contract import ModelSettings
 from ..runtime.serving.triton.repository import Placement, write_model
 from ..runtime.serving.triton.server import Distribution, Ports, TritonServer
-from .options import (
-    FURTHER,
-    add_engines,
-    add_limits,
-    add_model,
-    add_running,
-    add_speculation,
-    bundle_for,
-    integers,
-    speculative,
-)
+from .options import FURTHER, add_decoding, add_limits, add_model, add_running, bundle_for, integers, speculative
 
 HOST = "127.0.0.1"
 PORTS = {"http": 8000, "grpc": 8001, "metrics": 8002}
@@ -46,8 +36,7 @@ def add_parser(commands: Any) -> None:
     local.add_argument("--host", help=f"address to listen on (default {HOST})")
     for name, port in PORTS.items():
         local.add_argument(f"--{name}-port", type=int, help=f"(default {port})")
-    add_speculation(parser)
-    add_engines(parser)
+    add_decoding(parser)
     parser.set_defaults(run=run)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from checkpoints import write_checkpoint, write_tokenizer
@@ -17,7 +18,7 @@ from draftwood.builder.progress import Step
 from draftwood.builder.suited import suited
 
 Chosen = tuple[BuildOptions, list[str]]
-WIDE: dict[str, int] = {"hidden_size": 256, "intermediate_size": 256, "head_dim": 64, "num_hidden_layers": 1}
+WIDE: dict[str, Any] = {"hidden_size": 256, "intermediate_size": 256, "head_dim": 64, "num_hidden_layers": 1}
 
 
 def chosen(target: Path, backend: str = "native", has_draft: bool = True, precision: str | None = None) -> Chosen:

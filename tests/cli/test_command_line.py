@@ -15,11 +15,11 @@ from rich.console import Console
 from serving import CHAT_TEMPLATE, with_chat_template
 
 from draftwood.builder.progress import Step
-from draftwood.cli.bench import interval
 from draftwood.cli.main import main
 from draftwood.cli.progress import progress
 from draftwood.plugins.installation import install
 from draftwood.runtime.bundle.bundle import EngineBundle
+from draftwood.runtime.inspection.speeds import interval
 
 GREEDY = ["--temperature", "0", "--max-tokens", "12", "--ignore-eos"]
 

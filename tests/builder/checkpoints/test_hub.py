@@ -18,8 +18,8 @@ from stand_in_hub import COMMIT, StandIn, stand_in
 
 from draftwood.builder.checkpoints.hub import ADAPTER, MEGABYTE, MODEL, HubId, Kind, Meter, hub_id, local_folder
 from draftwood.builder.progress import Step
-from draftwood.cli.build import folder_or_id
 from draftwood.cli.main import main
+from draftwood.cli.options import folder_or_id
 from draftwood.models.errors import CheckpointError
 from draftwood.runtime.bundle.bundle import EngineBundle
 
