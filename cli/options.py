@@ -22,7 +22,7 @@ from ..runtime.speculation.named import parse
 
 THREADS = DRAFT_THREADS = 0  # default threads of the engines; 0 lets the backend choose
 PROVIDER = "cpu"
-FURTHER = "further options: "  # how titles of groups begin that only --help-all shows
+FURTHER = "further options, "  # how titles of groups begin that only --help-all shows
 HIDDEN = argparse.SUPPRESS  # a default that leaves the option out, so that the dataclass has its own
 T = TypeVar("T")
 

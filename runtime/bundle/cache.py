@@ -19,7 +19,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import NamedTuple
 
-from ...models.errors import BundleError, CheckpointError, ConfigError, EngineError, shown
+from ...models.errors import BundleError, CheckpointError, ConfigError, DraftwoodError, EngineError, shown
 from ...plugins.native.cache import CACHE, cache_folder
 from .bundle import FORMAT, MANIFEST, checksum, file_record
 
@@ -92,24 +92,27 @@ def is_gguf(path: Path) -> bool:
 
 
 def asked_for(model: Model, quiet: bool) -> Path:
-    """Have the bundle built by another process, which ends with this one."""
+    """Have the bundle built by another process. Ctrl-C reaches this one alone, which ends the other."""
     command = [sys.executable, "-m", "draftwood", "build", "--json", *model.options, *(["--quiet"] if quiet else [])]
     environment = os.environ | {"PYTHONSAFEPATH": "1"}  # what lies in the working folder is not imported
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as building:
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, text=True, env=environment, start_new_session=True
+    ) as process:
         try:
-            said, _ = building.communicate()
-        except BaseException:  # Ctrl-C, which the other process may have got, too
-            building.terminate()
-            building.wait(ENDING_S)
+            said, _ = process.communicate()
+        except BaseException:  # Ctrl-C, SIGTERM
+            process.terminate()
+            process.wait(ENDING_S)
             raise
+    kinds = {kind.__name__: kind for kind in DraftwoodError.__subclasses__()}
     try:
-        answer = json.loads(said)
-        if building.returncode == 0:
+        answer = json.loads(said.splitlines()[-1])
+        if process.returncode == 0:
             return Path(answer["bundle"])
+        refusal = kinds[answer["kind"]](answer["error"])
     except (ValueError, LookupError, TypeError) as error:
-        raise EngineError(f"the build of {model.path} ended with exit code {building.returncode}") from error
-    kind = next((each for each in (CheckpointError, ConfigError) if each.__name__ == answer["kind"]), EngineError)
-    raise kind(answer["error"])
+        raise EngineError(f"the build of {model.path} ended with exit code {process.returncode}") from error
+    raise refusal
 
 
 def folder_of(model: Model) -> Path:

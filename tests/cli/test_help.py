@@ -31,7 +31,7 @@ def test_the_help_of_a_command_fits_on_a_screen(
     short, full = said([name, "--help"], capsys), said([name, "--help-all"], capsys)
     assert len([line for line in short.splitlines() if line.startswith(" ")]) <= MOST_LINES
     further = short.count("--help-all shows ")
-    assert ("\nfurther options: " in full) == bool(further) and "\nfurther options: " not in short
+    assert ("\nfurther options, " in full) == bool(further) and "\nfurther options, " not in short
 
 
 @pytest.mark.parametrize("name", ["chat", "generate", "serve", "triton"])
