@@ -130,7 +130,7 @@ def test_what_is_in_the_cache_is_not_asked_for_again(hub: StandIn, monkeypatch: 
     assert again.steps == first.steps and not hub.asked
     point_to(NOBODY, monkeypatch)
     assert local_folder(Path("org/draft.2"), MODEL, offline.begin) == folder
-    assert offline.steps == [["Taking org/draft.2 from the cache: the Hub cannot be reached", 1, 1]]
+    assert offline.steps == [["Taking org/draft.2 from the cache: the Hub cannot be reached", 0, 0]]
 
 
 def test_megabytes_of_a_download_are_shown(hub: StandIn) -> None:
@@ -170,7 +170,7 @@ def test_files_of_two_commits_are_not_mixed(hub: StandIn, monkeypatch: pytest.Mo
 def test_without_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
     message = refused("org/name")
-    assert message.startswith("org/name is no folder here. If it is an id of the Hugging Face Hub, pip install 'draft")
+    assert message.startswith("org/name is no folder here. If it is an id of the Hugging Face Hub, pip install ")
     assert "or get it where there is a network, and give the folder: hf download org/name" in message
 
 

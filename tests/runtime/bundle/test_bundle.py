@@ -63,7 +63,7 @@ def test_a_bundle_reads_back_what_was_written(tiny_bundle: Path) -> None:
 @pytest.mark.parametrize(
     ("damage", "named"),
     [
-        (lambda b: shutil.rmtree(b), "not a folder"),
+        (lambda b: shutil.rmtree(b), "neither a bundle nor a model"),
         (lambda b: (b / MANIFEST).unlink(), "did not finish"),
         (lambda b: (b / MANIFEST).write_text("{"), "unreadable"),
         (lambda b: (b / MANIFEST).write_bytes(b"\xff\xfe"), "unreadable"),
