@@ -22,6 +22,7 @@ from ..models.errors import ConfigError, DraftwoodError, RequestError
 from ..models.layers import num_parameters
 from ..models.printable import printable
 from ..runtime.bundle.bundle import EngineBundle
+from ..runtime.bundle.cache import is_buildable
 from ..runtime.bundle.costs import stored_costs
 from ..runtime.engines.backends import BACKENDS, bits_of_weight, cache_precision, format_of_weight, slot_bytes
 from ..runtime.engines.base import EngineSpec
@@ -53,6 +54,9 @@ def run(args: argparse.Namespace) -> int:
     if args.chat_template and (args.json or args.open):
         other = "--json, which holds the template, too" if args.json else "--open"
         raise ConfigError(f"--chat-template prints nothing else: leave it out, or {other}")
+    if is_buildable(args.bundle):
+        built = "its first use, such as draftwood chat, builds a bundle, and draftwood cache names it"
+        raise RequestError(f"{args.bundle} is a model: {built}; give the folder of a bundle")
     bundle = EngineBundle.open(args.bundle)
     template = read_template(bundle.folder)
     if args.chat_template:

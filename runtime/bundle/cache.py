@@ -10,10 +10,11 @@ from __future__ import annotations
 import json
 import os
 import re
+import stat
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from glob import escape
 from importlib.metadata import version
 from pathlib import Path
@@ -29,6 +30,8 @@ CONFIG = "config.json"  # what a folder of Hugging Face has, and no bundle
 PART = re.compile(r"(.*-)\d{5}(-of-\d{5}\.gguf)", re.IGNORECASE | re.DOTALL)
 ID = re.compile(r"(?!\.)[\w.-]+/[\w.-]+(@[\w./-]+)?")  # of the Hub; builder/checkpoints/hub.py is stricter
 READ = (".safetensors", ".json", ".jinja", ".model", ".txt")  # files of a folder that a build may read
+LARGE = 1 << 24  # bytes of a file whose digest is kept
+DIGEST = re.compile(r"[0-9a-f]{64}")
 ENDING_S = 30.0  # for a build that is ended to remove its files
 
 
@@ -152,10 +155,23 @@ def digest(path: Path) -> str:
 
 
 def read(file: Path) -> str:
-    """The digest of a plain file. Raises OSError for others: a pipe would block its reader."""
-    if file.exists() and not file.is_file():
+    """The digest of a plain file; of a large one it is kept for as long as the file stays as it is, because reading
+    gigabytes takes seconds at each start. Raises OSError for others: a pipe would block its reader."""
+    found = file.stat()
+    if not stat.S_ISREG(found.st_mode):
         raise OSError("it is no plain file")
-    return file_record(file).sha256
+    if found.st_size < LARGE:
+        return file_record(file).sha256
+    place = [found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns]
+    note = cached_bundles().with_name("digests") / checksum({"file": place})[:16]
+    with suppress(OSError, UnicodeError):
+        if DIGEST.fullmatch(kept := note.read_text()):
+            return kept
+    known = file_record(file).sha256
+    with suppress(OSError):
+        note.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        note.write_text(known)
+    return known
 
 
 @contextmanager

@@ -198,6 +198,7 @@ def test_bench_counts_every_request_from_zero(
         ("inspect BUNDLE --chat-template --json", "leave it out, or --json"),
         ("inspect BUNDLE --chat-template --open", "leave it out, or --open"),
         ("inspect nowhere", "neither a bundle nor a model"),
+        ("inspect model.gguf", "model.gguf is a model: its first use, such as draftwood chat, builds a bundle"),
         ("bench BUNDLE --prompts missing.jsonl", "missing.jsonl"),
         ("bench BUNDLE --prompts PROMPTS --output OUT/figures.json", "--output"),
         ("bench BUNDLE --prompts PROMPTS --configs spiral:4", "configuration 'spiral:4': grow must be one of"),

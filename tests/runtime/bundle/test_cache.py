@@ -21,7 +21,7 @@ from draftwood import LLM, AsyncLLM, CheckpointError, ConfigError, SamplingParam
 from draftwood.cli.main import main
 from draftwood.plugins.native.cache import CACHE, cache_folder
 from draftwood.runtime.bundle import cache
-from draftwood.runtime.bundle.bundle import MANIFEST, EngineBundle
+from draftwood.runtime.bundle.bundle import MANIFEST, EngineBundle, FileRecord
 from draftwood.runtime.bundle.cache import Model, bundle_of, folder_of, is_buildable
 
 GENERATE = [sys.executable, "-m", "draftwood", "generate"]
@@ -93,6 +93,28 @@ def test_what_was_built_is_found_by_its_content(model: Path, tmp_path: Path) -> 
         changed.seek(-1, os.SEEK_END)
         changed.write(b"\1")
     assert folder_of(Model(str(copy))) not in folders
+
+
+def test_the_digest_of_a_large_file_is_kept_until_the_file_changes(
+    bundles: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cache, "LARGE", 4)
+    file, seen = tmp_path / "model.gguf", list[Path]()
+    file.write_bytes(b"first")
+    known = cache.digest(file)
+    record = cache.file_record
+
+    def counted(path: Path) -> FileRecord:
+        seen.append(path)
+        return record(path)
+
+    monkeypatch.setattr(cache, "file_record", counted)
+    assert cache.digest(file) == known and not seen
+    file.write_bytes(b"other")
+    assert cache.digest(file) != known and seen == [file]
+    for note in (bundles.parent / "digests").iterdir():
+        note.write_bytes(b"\xff damaged")
+    assert cache.digest(file) == cache.digest(file) and len(seen) == 2
 
 
 @pytest.mark.usefixtures("first_use")
