@@ -21,7 +21,7 @@ from draftwood import LLM, AsyncLLM, CheckpointError, ConfigError, SamplingParam
 from draftwood.cli.main import main
 from draftwood.plugins.native.cache import CACHE, cache_folder
 from draftwood.runtime.bundle import cache
-from draftwood.runtime.bundle.bundle import MANIFEST, EngineBundle, FileRecord
+from draftwood.runtime.bundle.bundle import MANIFEST, EngineBundle, FileRecord, file_record
 from draftwood.runtime.bundle.cache import Model, bundle_of, folder_of, is_buildable
 
 GENERATE = [sys.executable, "-m", "draftwood", "generate"]
@@ -102,7 +102,7 @@ def test_the_digest_of_a_large_file_is_kept_until_the_file_changes(
     file, seen = tmp_path / "model.gguf", list[Path]()
     file.write_bytes(b"first")
     known = cache.digest(file)
-    record = cache.file_record
+    record = file_record
 
     def counted(path: Path) -> FileRecord:
         seen.append(path)
