@@ -135,18 +135,19 @@ def cached(args: argparse.Namespace, console: Console) -> Path:
         if unusual or not args.profile:
             option = flag(min(unusual, default="no_profile"))
             raise ConfigError(f"{option} is for a bundle of your own: add --output, or leave it out")
-        args.target, draft = local_folder(args.target, MODEL, begin), getattr(args, "draft", None)
+        asked, draft = Model(str(args.target)).name, getattr(args, "draft", None)
+        args.target = local_folder(args.target, MODEL, begin)
         if draft is not None and str(draft) != NONE and not str(draft).startswith(SELF):
             draft = args.draft = local_folder(draft, MODEL, begin)
     choices = getattr(args, "precision", None), getattr(args, "max_length", None)
-    folder = args.output = folder_of(Model(str(args.target), None if draft is None else str(draft), *choices))
+    folder = args.output = folder_of(Model(str(args.target), None if draft is None else str(draft), *choices), asked)
 
     def waits() -> None:
         console.print("Another process builds a bundle: waiting for it", highlight=False)
 
     with building(folder, waits) as needed:
         if needed:
-            words = f"Building a bundle of {args.target.name}, once: it is kept in {folder}"
+            words = f"Building a bundle of {asked}, once: it is kept in {folder}"
             console.print(words, markup=False, highlight=False, soft_wrap=True)
             built(args, console)
     return folder

@@ -118,15 +118,15 @@ def asked_for(model: Model, quiet: bool) -> Path:
     raise refusal
 
 
-def folder_of(model: Model) -> Path:
-    """The place of a model's bundle in the cache. Reads the files of the model and of the draft. Raises
-    CheckpointError."""
+def folder_of(model: Model, asked: str | None = None) -> Path:
+    """The place of a model's bundle in the cache. Reads the files of the model and of the draft. asked: the model's
+    name where the path is that of a download. Raises CheckpointError."""
     chosen = [FORMAT, version("draftwood"), model.precision, model.max_length]
     chosen.append(digest(Path(model.path)))
     word = model.draft is None or model.draft == NONE or model.draft.startswith(SELF)
     chosen.append(model.draft if word else digest(Path(str(model.draft))))
     key = checksum({"asked": chosen})[:12]
-    name = re.sub(r"[^\w.-]+", "-", model.name)[:64].lstrip(".-")
+    name = re.sub(r"[^\w.-]+", "-", asked or model.name)[:64].lstrip(".-")
     return cached_bundles() / "-".join(filter(None, (name, model.precision, key)))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -11,7 +12,7 @@ from typing import Any
 
 import pytest
 from adapters import write_adapter
-from bundling import ROOT
+from bundling import ROOT, own_cache
 from checkpoints import write_checkpoint, write_tokenizer
 from huggingface_hub import close_session, constants
 from stand_in_hub import COMMIT, StandIn, stand_in
@@ -106,6 +107,20 @@ def test_a_build_from_ids(hub: StandIn, tmp_path: Path, capsys: pytest.CaptureFi
         "org/some-lora": ["adapter_config.json", "adapter_model.safetensors"],
     }
     assert sorted(hub.asked) == sorted(f"{name}/{file}" for name, files in wanted.items() for file in files)
+
+
+def test_an_id_is_built_into_the_cache_once(
+    hub: StandIn, tmp_path_factory: pytest.TempPathFactory, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Under its own name, which a download's folder does not have."""
+    folders = []
+    with own_cache(tmp_path_factory.mktemp("cache")):
+        for told in (True, False):
+            assert main(["build", "--target", "org/target@v2", "--max-length", "128", "--json"]) == 0
+            out, notes = capsys.readouterr()
+            folders.append(Path(json.loads(out)["bundle"]))
+            assert ("Building a bundle of target@v2, once" in notes) == told
+    assert folders[0] == folders[1] and folders[0].name.startswith("target-v2-")
 
 
 @pytest.mark.full

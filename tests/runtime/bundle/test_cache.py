@@ -9,17 +9,19 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from bundling import own_cache
 from checkpoints import write_checkpoint, write_tokenizer
 from gguf import GGMLQuantizationType as Kind
 from gguf_files import write_gguf
 
 from draftwood import LLM, AsyncLLM, CheckpointError, ConfigError, SamplingParams
 from draftwood.cli.main import main
-from draftwood.plugins.native.cache import CACHE, cache_folder
+from draftwood.plugins.native.cache import CACHE
 from draftwood.runtime.bundle import cache
 from draftwood.runtime.bundle.bundle import MANIFEST, EngineBundle, FileRecord, file_record
 from draftwood.runtime.bundle.cache import Model, bundle_of, folder_of, is_buildable
@@ -44,14 +46,9 @@ def model(folder: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def bundles(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """The folder of bundles in a cache of its own, which has the kernels that were compiled before."""
-    own, usual = tmp_path_factory.mktemp("cache"), cache_folder()
-    for kernels in [] if usual is None else usual.glob("kernels-*"):
-        shutil.copy2(kernels, own)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv(CACHE, str(own))
-        yield own / "bundles"
+def bundles(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    with own_cache(tmp_path_factory.mktemp("cache")) as bundles:
+        yield bundles
 
 
 @pytest.fixture
@@ -75,7 +72,7 @@ def first_use(model: Path, bundles: Path) -> list[tuple[str, str]]:
 
 def test_two_processes_build_once_and_find_the_same(first_use: list[tuple[str, str]], bundles: Path) -> None:
     assert first_use[0][0] == first_use[1][0]
-    assert "".join(notes for _, notes in first_use).count("Building a bundle of tiny.gguf, once") == 1
+    assert "".join(notes for _, notes in first_use).count("Building a bundle of tiny, once") == 1
     (bundle,) = bundles.iterdir()
     spec = EngineBundle.open(bundle).manifest.engines
     assert {role: each.precision for role, each in spec.items()} == {"target": "int4"}
