@@ -47,12 +47,13 @@ def known_names(error: type[DraftwoodError]) -> Callable[[type[T]], type[T]]:
     """A decorator of a dataclass: a keyword that is no field raises `error`, which names the nearest one."""
 
     def wrap(cls: type[T]) -> type[T]:
-        init_of, names = cast(Any, cls), [field.name for field in fields(cast(Any, cls))]
-        own = init_of.__init__
+        init_of, names = cast(Any, cls), {field.name: None for field in fields(cast(Any, cls))}  # in their order
+        own, known = init_of.__init__, names.keys()
 
         @wraps(own)
         def init(self: T, *args: Any, **given: Any) -> None:
-            if unknown := next((name for name in given if name not in names), None):
+            if not given.keys() <= known:
+                unknown = next(name for name in given if name not in names)
                 near = nearest(unknown, names) or f": it has {', '.join(names)}"
                 raise error(f"{cls.__name__} has no {printable(unknown)!r}{near}")
             own(self, *args, **given)
