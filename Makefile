@@ -8,10 +8,17 @@ LARGE := bundles/demo-110m
 .PHONY: setup demo demo-small quick test full lint types docs examples bench gpu-check size
 setup: .venv/ready
 
+# On Linux without a GPU torch comes from its index for CPUs: elsewhere it brings gigabytes of CUDA. Where this index
+# cannot be reached, and where PIP_EXTRA_INDEX_URL names another one, pip decides.
+CPU_TORCH = if [ "$$(uname -s)" = Linux ] && [ -z "$$PIP_EXTRA_INDEX_URL" ] && ! command -v nvidia-smi >/dev/null; then \
+	$(PY) -m pip install -q --retries 1 --timeout 15 --no-deps --index-url https://download.pytorch.org/whl/cpu \
+	"$$(grep ^torch== constraints.txt)" 2>/dev/null || echo "The index for CPUs was not reached: pip takes torch where it can."; fi
+
 .venv/ready: pyproject.toml constraints.txt
 	python3 -m venv .venv
 	$(PY) -m pip install -q -U pip
-	$(PY) -m pip install -q -c constraints.txt -e '.[cpu,build]'
+	@$(CPU_TORCH)
+	$(PY) -m pip install -q -c constraints.txt -e '.[cpu,build,serve]'
 	touch $@
 
 # What checks need on top: every backend and server, so that tests run against the real ones.
@@ -25,7 +32,7 @@ LINK = mkdir -p build/typing/draftwood && \
 	for folder in $(FOLDERS); do ln -sfn $(CURDIR)/$$folder build/typing/draftwood/$$folder; done && \
 	ln -sfn $(CURDIR)/package/*.py $(CURDIR)/package/py.typed build/typing/draftwood/
 
-BUILD = $(PY) build_engines.py --draft $(PAIR)/draft --acceptance-head $(PAIR)/head
+BUILD = $(PY) build_engines.py --draft $(PAIR)/draft --acceptance-head $(PAIR)/head --precision fp32
 
 $(BUNDLE)/manifest.json: .venv/ready $(wildcard $(PAIR)/*/*.safetensors)
 	$(BUILD) --target $(PAIR)/target --output $(BUNDLE)
@@ -56,13 +63,14 @@ demo-small: $(BUNDLE)/manifest.json $(LARGE)/manifest.json
 	$(COMPARE) --temperature 0 --configs plain,chain:4,auto
 	$(COMPARE) --temperature 0.7 --seed 1 --configs plain,chain:4,auto
 
-# What a change most often breaks: rounds, verifiers, sampling, text, scheduling, the API and the HTTP server.
+# What a change most often breaks: rounds, verifiers, sampling, planning, scheduling, the command line. These tests need
+# no model of transformers, and no more than pytest and hypothesis beside what `make setup` installs.
 QUICK := floors config sampling sampling_params weights verifier gsd dyspec baseline specdecpp calibration controller \
-	controller_learning planning_lossless cost decoder room scheduler prefix async_llm llm audit detokenizer \
-	multibyte_text tokenizer bundle build checkpoint openai_client openai_failures openai_guard
+	controller_learning planning_lossless cost decoder room scheduler named help
 
-quick: .venv/dev
-	$(PY) -m pytest -m 'not full' $(foreach name,$(QUICK),$(wildcard tests/*/test_$(name).py tests/*/*/test_$(name).py))
+quick: .venv/ready
+	$(PY) -m pip install -q pytest hypothesis
+	$(PY) -m pytest -m 'not full' $(foreach name,$(QUICK),$(wildcard tests/house/test_$(name).py tests/cli/test_$(name).py tests/runtime/*/test_$(name).py))
 
 # Files of tests run side by side in so many processes, each of which takes up to 2 GB of memory.
 WORKERS ?= 2

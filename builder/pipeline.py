@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
@@ -12,7 +13,15 @@ from ..models.bindings import DRAFT, ROLES, TARGET
 from ..models.errors import BundleError, CheckpointError, ConfigError
 from ..models.layers import num_parameters
 from ..models.release import own_version
-from ..runtime.bundle.bundle import MANIFEST, EngineBundle, FileRecord, Manifest, file_record, write_manifest
+from ..runtime.bundle.bundle import (
+    GENERATION,
+    MANIFEST,
+    EngineBundle,
+    FileRecord,
+    Manifest,
+    file_record,
+    write_manifest,
+)
 from ..runtime.bundle.checks import check_manifest
 from ..runtime.bundle.staging import replaceable, staging_folder
 from ..runtime.engines.backends import BACKENDS
@@ -24,7 +33,7 @@ from .engines.make import Source, engine_spec, make_engine
 from .engines.plan import check_compiler
 from .kept_tokens import most_frequent
 from .options import BuildOptions, SelfDraft
-from .progress import Begin, Step
+from .progress import Begin, Step, remark
 from .quantization.formats import FORMATS, Quantized, QuantizedCheckpoint, Weights
 from .tokenizer import check_known, check_same_vocabulary
 
@@ -42,8 +51,8 @@ def build(options: BuildOptions, begin: Begin) -> EngineBundle:
     """
     asked, options = options, downloaded(options, begin)
     checkpoints = opened(options, begin(Step("Reading checkpoints", len(options.roles))))
-    for remark in remarks(options, checkpoints):
-        begin(Step(remark, 1))()
+    for text in remarks(options, checkpoints):
+        remark(begin, text)
     max_length = context_length(options, checkpoints)
     if BACKENDS[options.backend].is_compiled:
         check_compiler(options.compile_options())
@@ -71,6 +80,8 @@ def build(options: BuildOptions, begin: Begin) -> EngineBundle:
             spec = engine_spec(source, options, max_length)
             engines[role], parity[role], record = make_engine(source, spec, options, staging, begin)
             files |= {} if record is None else {spec.file: record}
+        if sampling := checkpoints[TARGET].sampling():
+            (staging / GENERATION).write_text(json.dumps(sampling) + "\n", encoding="utf-8")
         names = sorted(file.name for file in staging.iterdir())
         advance = begin(Step("Sealing the bundle", len(names)))
         for name in names:
@@ -173,14 +184,14 @@ def one_vocabulary(checkpoints: Mapping[str, Checkpoint], tokenizer: Tokenizer, 
     if sizes[smaller] == sizes[larger]:
         if needed > sizes[smaller]:
             told = f"The tokenizer has {needed} tokens and the model {sizes[smaller]}"
-            begin(Step(f"{told}: a prompt with one of the last {needed - sizes[smaller]} will be refused", 1))()
+            remark(begin, f"{told}: a prompt with one of the last {needed - sizes[smaller]} will be refused")
         return dict(checkpoints)
     if needed > sizes[smaller]:
         raise CheckpointError(
             f"the tokenizer has {needed} tokens, of which the {smaller} knows {sizes[smaller]} and the {larger} "
             f"{sizes[larger]}: choose a draft that knows all of the target's tokens, or the other way round"
         )
-    begin(Step(f"Cutting the {larger}'s vocabulary of {sizes[larger]} to the {smaller}'s {sizes[smaller]} tokens", 1))()
+    remark(begin, f"Cutting the {larger}'s vocabulary of {sizes[larger]} to the {smaller}'s {sizes[smaller]} tokens")
     return {role: checkpoint.cut(sizes[smaller]) for role, checkpoint in checkpoints.items()}
 
 
@@ -223,7 +234,7 @@ def end_of_text(checkpoint: Checkpoint, begin: Begin) -> tuple[int, ...]:
     ids = checkpoint.eos_token_ids()
     vocab_size = checkpoint.config.vocab_size
     if unknown := [token for token in ids if not 0 <= token < vocab_size]:
-        begin(Step(f"Leaving out eos_token_id {unknown}: the model has {vocab_size} tokens", 1))()
+        remark(begin, f"Leaving out eos_token_id {unknown}: the model has {vocab_size} tokens")
     return tuple(token for token in ids if token not in unknown)
 
 

@@ -5,103 +5,82 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Sequence
-from dataclasses import fields
+from dataclasses import replace
 from datetime import date
 from pathlib import Path
-from statistics import mean, median
-from typing import Any, NamedTuple
+from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
 from rich import box
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
+from ..models import errors
 from ..models.bindings import TARGET
-from ..models.errors import ConfigError, RequestError, nearest
+from ..models.errors import RequestError
 from ..models.plain_files import lines_of
 from ..runtime.bundle.bundle import EngineBundle
 from ..runtime.bundle.costs import assumed_costs, fingerprint, stored_costs
+from ..runtime.bundle.defaults import default_params
 from ..runtime.bundle.fit import fitted
 from ..runtime.decoding.decoder import SpeculativeDecoder
 from ..runtime.decoding.stats import SpecDecodeStats
 from ..runtime.engines.base import Engine
+from ..runtime.inspection.speeds import Row, Run, summarise
 from ..runtime.prompt import check_prompt
 from ..runtime.sampling.params import SamplingParams
 from ..runtime.sampling.random import seeded_streams
 from ..runtime.sampling.sampler import Sampler
-from ..runtime.speculation.bounds import INTEGERS
-from ..runtime.speculation.config import SpeculativeConfig
-from ..runtime.speculation.growers.kinds import LOOKUP
+from ..runtime.speculation.named import PLAIN, parse
 from ..runtime.speculation.planning.cost import CostModel
 from ..runtime.speculation.planning.drift import Drift
 from ..runtime.speculation.planning.experience import Experience
 from ..runtime.text.tokenizer import Tokenizer
 from .files import check_writable, files_of, read, write
 from .live import costs_note
-from .options import add_engines, add_quiet, add_sampling, integers, positive, read_options
+from .options import Setting, add_engines, add_model, add_quiet, add_sampling, bundle_for, given, positive
 
-PLAIN = "plain"
-SIZES = {"chain": "max_draft_len", LOOKUP: "lookup_len"}  # the setting that a grower's size is; else of a tree
-SHAPES = {"k-ary": "branching=4-2-1", "static": "topology=0-0-1"}  # growers whose size a setting fixes, and an example
 NAME_WIDTH = 10  # columns of a terminal that a configuration's name has at least
-RESAMPLES = 2000  # of the bootstrap
+MAX_TOKENS = 96  # of a text, where nothing else is said
+QUESTIONS = Path(errors.__file__).with_name("demo") / "smollm2" / "prompts.jsonl"
 CONFIGS, WITHOUT_DRAFT = "plain,chain:4,topk:12,auto", "plain,lookup:8,auto"
-
-
-class Row(NamedTuple):
-    """One configuration's figures. speed: seconds per token of plain decoding divided by this configuration's, without
-    the time of the prompt; the median over prompts and repeats, which are measured alternately. speed_whole: the same
-    with the time of the prompt, which is longer with a draft. same_text: share of outputs equal to plain decoding's.
-
-    The intervals contain the median of speed, and of tokens per second, over prompts like these with a confidence of
-    95 %, see `interval`; None if there is one prompt only."""
-
-    config: str
-    mean_acceptance_length: float
-    acceptance_rate: float
-    target_passes_per_token: float
-    draft_passes_per_token: float
-    tokens_per_second: float
-    speed: float
-    speed_whole: float
-    same_text: float
-    speed_interval: tuple[float, float] | None
-    tokens_per_second_interval: tuple[float, float] | None
 
 
 def add_parser(commands: Any) -> None:
     parser = commands.add_parser("bench", help="compare configurations with plain decoding")
-    parser.add_argument("bundle", type=Path)
-    parser.add_argument("--prompts", type=Path, required=True, help='JSON lines, each with a "prompt" (or "turns")')
+    add_model(parser)
+    words = 'JSON lines, each with a "prompt" or "turns" (default: questions of this package)'
+    parser.add_argument("--prompts", type=Path, help=words)
     add_chat(parser)
     parser.add_argument("--configs", help=f"separated by commas (default {CONFIGS}, without a draft {WITHOUT_DRAFT})")
     parser.add_argument("--repeats", type=positive, default=3, help="of every prompt and configuration (default 3)")
     parser.add_argument("--limit", type=positive, help="use only the first so many prompts")
     parser.add_argument("--output", type=Path, help="also write the figures to this JSON file")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
-    add_sampling(parser)
+    add_sampling(parser, max_tokens=Setting("tokens of a text", False, f"{MAX_TOKENS}"))
     add_engines(parser)
     add_quiet(parser)
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
-    params = read_options(args, SamplingParams)
+    chosen = given(args, SamplingParams)
+    params = SamplingParams(**chosen)
     if params.stop:
         raise RequestError("--stop ends texts, and bench measures tokens: use --stop-token-ids or --max-tokens")
     if params.logprobs is not None:
         raise RequestError("--logprobs changes no figure of bench: leave it out, or ask generate --json for them")
-    bundle = EngineBundle.open(args.bundle)
+    bundle = EngineBundle.open(bundle_for(args))
+    params = replace(default_params(bundle), **{"max_tokens": MAX_TOKENS} | chosen)
     if args.output is not None:
         check_writable(args.output, "--output", (args.prompts, *files_of(bundle)))
     tokenizer = Tokenizer.load(bundle.folder)
-    texts = read_prompts(args.prompts)[: args.limit]
-    prompts = [check_prompt(prompt, bundle) for prompt in encode_prompts(tokenizer, texts, args.chat)]
+    chat = args.chat or (args.prompts is None and tokenizer.has_chat_template)
+    texts = read_prompts(args.prompts or QUESTIONS)[: args.limit]
+    prompts = [check_prompt(prompt, bundle) for prompt in encode_prompts(tokenizer, texts, chat)]
     default = CONFIGS if bundle.has_draft else WITHOUT_DRAFT
     asked = default if args.configs is None else args.configs
-    configs = {name: parse_config(name) for name in dict.fromkeys([PLAIN, *asked.split(",")])}
+    configs = {name: parse(name) for name in dict.fromkeys([PLAIN, *asked.split(",")])}
     target = bundle.open_engine(TARGET, args.threads, args.provider)
     opens_draft = bundle.has_draft or args.draft_threads  # which would be ignored
     draft = bundle.open_draft(args.threads, args.draft_threads, args.provider) if opens_draft else None
@@ -132,7 +111,7 @@ def run(args: argparse.Namespace) -> int:
     rows = [summarise(name, runs[name], runs[PLAIN], len(prompts)) for name in configs]
     report = {
         "date": date.today().isoformat(),
-        "bundle": args.bundle.name,
+        "bundle": bundle.folder.name,
         "machine": fingerprint(bundle.manifest, args.provider, args.threads, args.draft_threads),
         "temperature": params.temperature,
         "prompts": len(prompts),
@@ -157,55 +136,6 @@ def costs_of(bundle: EngineBundle, target: Engine, draft: Engine | None, args: a
     return measured or assumed_costs(target.spec, None if draft is None else draft.spec, args.provider)
 
 
-class Run(NamedTuple):
-    token_ids: list[int]
-    stats: SpecDecodeStats
-
-    @property
-    def seconds(self) -> float:
-        """Seconds per token, without the prompt."""
-        return self.stats.decode_seconds / self.stats.num_tokens
-
-    @property
-    def seconds_whole(self) -> float:
-        return (self.stats.prompt_seconds + self.stats.decode_seconds) / self.stats.num_tokens
-
-
-def interval(values: Sequence[float], prompts: int) -> tuple[float, float] | None:
-    """The 95 % confidence interval of the median, by the bootstrap over prompts (percentiles). values: one per repeat
-    and prompt, the prompts of a repeat one after another. The repeats of a prompt are drawn together, because they are
-    alike. None for a single prompt, which says nothing about others."""
-    if prompts == 1:
-        return None
-    table: NDArray[np.float64] = np.asarray(values).reshape(-1, prompts)
-    drawn = np.random.default_rng(0).integers(prompts, size=(RESAMPLES, prompts))
-    low, high = np.percentile(np.median(table[:, drawn], axis=(0, 2)), [2.5, 97.5])
-    return float(low), float(high)
-
-
-def summarise(name: str, runs: Sequence[Run], plain: Sequence[Run], prompts: int) -> Row:
-    """One configuration's row. runs[i] and plain[i] are of the same prompt, one after the other."""
-    tokens = sum(run.stats.num_tokens for run in runs)
-    both = list(zip(plain, runs, strict=True))
-    drafts = sum(run.stats.num_drafts for run in runs)
-    accepted = sum(run.stats.num_accepted_tokens for run in runs)
-    proposed = sum(run.stats.num_draft_tokens for run in runs)
-    speeds = [base.seconds / run.seconds for base, run in both]
-    return Row(
-        config=name,
-        mean_acceptance_length=1 + accepted / drafts if drafts else 1.0,
-        acceptance_rate=accepted / proposed if proposed else 0.0,
-        target_passes_per_token=sum(run.stats.target_passes for run in runs) / tokens,
-        draft_passes_per_token=sum(run.stats.draft_passes for run in runs) / tokens,
-        tokens_per_second=median(1 / run.seconds for run in runs),
-        speed=median(speeds),
-        speed_whole=median(base.seconds_whole / run.seconds_whole for base, run in both),
-        same_text=mean(run.token_ids == base.token_ids for base, run in both),
-        speed_interval=interval(speeds, prompts),
-        tokens_per_second_interval=interval([1 / run.seconds for run in runs], prompts),
-    )
-
-
 def table(rows: Sequence[Row], greedy: bool) -> Table:
     """The rows as a table. Only greedy texts are compared, because sampled texts differ by chance."""
     columns = [
@@ -228,42 +158,6 @@ def table(rows: Sequence[Row], greedy: bool) -> Table:
         cells += [f"{row.tokens_per_second:.0f}", f"{row.speed:.2f}{ends}", f"{row.speed_whole:.2f}"]
         result.add_row(*cells, *([f"{row.same_text:.0%}"] if greedy else []))
     return result
-
-
-def parse_config(text: str) -> SpeculativeConfig | None:
-    """Parse "plain" (None), or a grower with an optional size ("chain:4", "topk:12") and settings
-    ("dyspec:16/key=draft").
-
-    The size is the depth of a chain, the tokens of a tree, or the tokens of a prompt lookup. Every proposal has this
-    size, unless budget=cost makes it a limit. Settings are SpeculativeConfig's fields.
-    """
-    shape, *settings = text.split("/")
-    grow, _, size = shape.partition(":")
-    if grow == PLAIN:
-        return None
-    values: dict[str, Any] = {"grow": grow} | ({"budget": "fixed"} if size else {})
-    types: dict[str, Any] = {field.name: type(field.default) for field in fields(SpeculativeConfig)}
-    types |= dict.fromkeys(INTEGERS, int)
-    try:
-        if not grow:
-            raise ValueError("no grower")
-        if size and grow in SHAPES:
-            raise ValueError(f"the size of {grow} is that of its shape: write {grow}/{SHAPES[grow]}")
-        if size:
-            values[SIZES.get(grow, "max_total_draft_tokens")] = int(size)
-        for setting in settings:
-            name, _, value = setting.partition("=")
-            if name not in types:
-                raise ValueError(f"there is no setting {name!r}{nearest(name, types)}")
-            values[name] = integers(value.replace("-", ",")) if types[name] is tuple else types[name](value)
-    except (ValueError, argparse.ArgumentTypeError) as error:
-        raise ConfigError(
-            f"configuration {text!r} is not understood ({error}); write for instance chain:4 or topk:16/max_draft_len=6"
-        ) from error
-    try:
-        return SpeculativeConfig(**values)
-    except ConfigError as error:
-        raise ConfigError(f"configuration {text!r}: {error}") from error
 
 
 def add_chat(parser: argparse.ArgumentParser) -> None:

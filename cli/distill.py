@@ -9,81 +9,58 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskID, TimeElapsedColumn
+from rich.progress import BarColumn, Progress, TaskID, TimeRemainingColumn
 
+from ..builder.distillation.options import WORTH_MINUTES, DistillOptions
 from ..models.errors import EngineError
 from ..models.printable import shell_word
+from ..plugins.installation import install
 from .bench import read_prompts
-from .build import folder_or_id
-from .options import read_options
+from .options import HIDDEN, Setting, add_settings, folder_or_id, read_options
 from .progress import titles
 
 if TYPE_CHECKING:
     from ..builder.distillation.acceptance import Acceptance
-    from ..builder.distillation.options import DistillOptions
     from ..builder.distillation.text import TextCounts
     from ..builder.distillation.training import Progress as TrainingProgress
     from ..builder.progress import Step
 
 
+OPTIONS = {
+    "text_minutes": Setting("the part of the minutes in which the target writes", default="60 %%"),
+    "state": Setting("folder of texts and checkpoints", default="DRAFT.state"),
+    "layers": Setting("of the draft", default="2"),
+    "hidden": Setting("hidden size", default="about 0.45 of the target's"),
+    "heads": Setting("attention heads", default="hidden size / head size"),
+    "kv_heads": Setting("heads of keys and values", default="half of the heads"),
+    "head_dim": Setting("size of a head", default="64"),
+    "intermediate": Setting("feed-forward size", default="three times the hidden size"),
+    "vocabulary": Setting("tokens that the draft writes, the most frequent ones of the text", default="8192"),
+    "requests": Setting("texts written at a time"),
+    "context": Setting("tokens of a training sequence"),
+    "batch": Setting("sequences of a training step"),
+    "threads": Setting("of the engine and of torch; 0 chooses"),
+    "learning_rate": Setting("at its highest"),
+    "seed": Setting("of the texts and of the training"),
+    "full_vocabulary": Setting("write the draft for programs that cannot load a trimmed one"),
+}
+
+
 def add_parser(commands: Any) -> None:
     parser = commands.add_parser("distill", help="make a draft for a target that has none")
-    hidden = argparse.SUPPRESS  # the defaults are those of DistillOptions
-    parser.add_argument(
-        "--target",
-        type=folder_or_id,
-        required=True,
-        metavar="PATH",
-        help="Hugging Face folder, .gguf file, or id on the Hub, org/name or org/name@revision",
-    )
+    words = "Hugging Face folder, .gguf file, or id on the Hub, org/name or org/name@revision"
+    parser.add_argument("--target", type=folder_or_id, required=True, metavar="PATH", help=words)
     parser.add_argument("--output", type=Path, required=True, metavar="DRAFT", help="folder to write")
-    parser.add_argument(
-        "--minutes",
-        type=float,
-        required=True,
-        metavar="N",
-        help="time for text and training together; the same command goes on after an interruption, and with more "
-        "minutes after the end",
+    words = (
+        "time for text and training together, some 30 for a draft worth having; the same command goes on after an "
+        "interruption, and with more minutes after the end"
     )
-    for name, kind, help in (
-        ("text-minutes", float, "the part of the minutes in which the target writes (default: 60 %%)"),
-        ("state", Path, "folder of texts and checkpoints (default: DRAFT.state)"),
-        ("layers", int, "of the draft (default 2)"),
-        ("hidden", int, "hidden size (default: about 0.45 of the target's)"),
-        ("heads", int, "attention heads (default: hidden size / head size)"),
-        ("kv-heads", int, "heads of keys and values (default: half of the heads)"),
-        ("head-dim", int, "size of a head (default 64)"),
-        ("intermediate", int, "feed-forward size (default: three times the hidden size)"),
-        ("vocabulary", int, "tokens that the draft writes, the most frequent ones of the text (default 8192)"),
-        ("requests", int, "texts written at a time (default 48)"),
-        ("context", int, "tokens of a training sequence (default 512)"),
-        ("batch", int, "sequences of a training step (default 8)"),
-        ("threads", int, "of the engine and of torch; 0 (default) chooses"),
-        ("learning-rate", float, "at its highest (default 0.002)"),
-        ("seed", int, "of the texts and of the training (default 0)"),
-    ):
-        parser.add_argument(f"--{name}", type=kind, default=hidden, help=help)
-    parser.add_argument(
-        "--from",
-        dest="start",
-        type=Path,
-        default=hidden,
-        metavar="OLDER_DRAFT",
-        help="a draft of an earlier distillation for this target, with which the training begins; it has the sizes, "
-        "and the vocabulary unless --vocabulary is given",
-    )
-    parser.add_argument(
-        "--prompts",
-        type=Path,
-        metavar="FILE",
-        help='questions to answer instead of the target\'s own: JSON lines, each with a "prompt" (or "turns")',
-    )
-    parser.add_argument(
-        "--full-vocabulary",
-        action="store_true",
-        default=hidden,
-        help="write the draft for programs that cannot load a trimmed one",
-    )
+    parser.add_argument("--minutes", type=float, required=True, metavar="N", help=words)
+    words = 'questions to answer instead of the target\'s own: JSON lines, each with a "prompt" (or "turns")'
+    parser.add_argument("--prompts", type=Path, metavar="FILE", help=words)
+    words = "a draft of an earlier distillation for this target, with which the training begins; it has the sizes"
+    parser.add_argument("--from", dest="start", type=Path, default=HIDDEN, metavar="OLDER_DRAFT", help=words)
+    add_settings(parser, "sizes and training", DistillOptions, OPTIONS)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.set_defaults(run=run)
 
@@ -91,17 +68,15 @@ def add_parser(commands: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     # Imported here, so that the other commands need neither torch nor onnx.
     try:
-        from ..builder.distillation.options import DistillOptions
-
         if args.prompts is not None:
             args.questions = tuple(read_prompts(args.prompts))
         options = read_options(args, DistillOptions)  # invalid options are refused before torch is imported
         from ..builder.distillation.distill import Watch, distill
     except ModuleNotFoundError as error:
-        raise EngineError(f"distilling needs {error.name}: pip install 'draftwood[build,cpu]'") from error
+        raise EngineError(f"distilling needs {error.name}: {install('build', 'cpu')}") from error
 
     console = Console(stderr=args.json)
-    with Progress(titles(), BarColumn(), TimeElapsedColumn(), console=console) as shown:
+    with Progress(titles(), BarColumn(), TimeRemainingColumn(elapsed_when_finished=True), console=console) as shown:
         bars = Bars(shown, options)
         result = distill(options, bars.begin, Watch(bars.text, bars.training, bars.step))
     if args.json:
@@ -137,8 +112,6 @@ def run(args: argparse.Namespace) -> int:
 
 def judged(options: DistillOptions, figures: Mapping[str, Any]) -> str:
     """A line about a draft that had too little training; empty for others. figures: see DistillResult."""
-    from ..builder.distillation.options import WORTH_MINUTES
-
     if figures.get("steps") == 0:
         return "The training has not improved on its beginning yet, which was written: give more --minutes"
     if options.minutes < WORTH_MINUTES:
@@ -159,6 +132,9 @@ class Bars:
 
     def begin(self, step: Step) -> Callable[[], None]:
         """See `progress`."""
+        if not step.units:
+            self._bars.console.print(step.title, markup=False, highlight=False, soft_wrap=True)
+            return lambda: None
         task = self._bars.add_task(step.title, total=step.units)
         return lambda: self._bars.advance(task)
 

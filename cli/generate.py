@@ -12,6 +12,7 @@ from rich.console import Console
 
 from ..models.errors import RequestError
 from ..runtime.bundle.bundle import EngineBundle
+from ..runtime.bundle.defaults import TEMPERATURE
 from ..runtime.inspection.audit import AuditReport, audit_output, check_auditable
 from ..runtime.inspection.explain import RoundRecorder
 from ..runtime.inspection.explain_html import to_html
@@ -21,33 +22,42 @@ from ..runtime.sampling.structured import StructuredOutput
 from ..runtime.text.tokenizer import token_texts
 from .files import check_writable, files_of, read, write
 from .live import costs_note, open_view, summary
-from .options import add_engines, add_quiet, add_sampling, add_speculation, read_options, speculative, valid_text
+from .options import (
+    FURTHER,
+    add_decoding,
+    add_model,
+    add_quiet,
+    add_sampling,
+    bundle_for,
+    given,
+    speculative,
+    valid_text,
+)
 from .streams import read_input
 
 
 def add_parser(commands: Any) -> None:
     parser = commands.add_parser("generate", help="complete a prompt")
-    parser.add_argument("bundle", type=Path)
+    add_model(parser)
     prompt = parser.add_mutually_exclusive_group(required=True)
-    prompt.add_argument("--prompt", metavar="TEXT", type=valid_text, help="text to complete")
+    prompt.add_argument("-p", "--prompt", metavar="TEXT", type=valid_text, help="text to complete")
     prompt.add_argument("--prompt-file", metavar="FILE", help="file with the text to complete; - reads standard input")
     prompt.add_argument(
         "--chat", metavar="TEXT", type=valid_text, help="a user's message, put through the model's chat template"
     )
-    form = parser.add_mutually_exclusive_group()
+    form = parser.add_argument_group(FURTHER + "form of the text").add_mutually_exclusive_group()
     form.add_argument("--json-schema", metavar="FILE", type=Path, help="the text is JSON that fits this schema")
     form.add_argument(
         "--regex", metavar="PATTERN", type=valid_text, help="the whole text matches this regular expression"
     )
     form.add_argument("--grammar", metavar="FILE", type=Path, help="the text follows this grammar, Lark's or GBNF's")
-    parser.add_argument(
-        "--json", action="store_true", help="one JSON object: the fields of CompletionOutput, and the prompt's tokens"
-    )
+    words = "one JSON object: the fields of CompletionOutput, and the prompt's tokens"
+    parser.add_argument("--json", action="store_true", help=words)
     parser.add_argument("--explain", metavar="OUT.html", type=Path, help="draw every round's token graph on a page")
-    parser.add_argument("--audit", action="store_true", help="decode plainly too and compare; exit code 1 if different")
+    check = parser.add_argument_group(FURTHER + "check")
+    check.add_argument("--audit", action="store_true", help="decode plainly too and compare; exit code 1 if different")
     add_sampling(parser)
-    add_speculation(parser)
-    add_engines(parser)
+    add_decoding(parser)
     add_quiet(parser)
     parser.set_defaults(run=run)
 
@@ -55,16 +65,19 @@ def add_parser(commands: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     if hasattr(args, "logprobs") and not args.json:
         raise RequestError("--logprobs needs --json: a text alone shows no log-probabilities")
-    params = replace(read_options(args, SamplingParams), structured=form_of(args))
+    chosen = given(args, SamplingParams) | {"structured": form_of(args)}
+    SamplingParams(**chosen)  # raises before the model is opened
     config = speculative(args)
     text = prompt_text(args)
     if args.audit:
-        check_auditable(config is not None, params)
+        check_auditable(config is not None, SamplingParams(**{"temperature": TEMPERATURE} | chosen))
+    bundle = bundle_for(args)
     if args.explain is not None:
-        given = (args.json_schema, args.grammar, args.prompt_file and Path(args.prompt_file))
-        check_writable(args.explain, "--explain", (*given, *files_of(EngineBundle.open(args.bundle))))
+        read_files = (args.json_schema, args.grammar, args.prompt_file and Path(args.prompt_file))
+        check_writable(args.explain, "--explain", (*read_files, *files_of(EngineBundle.open(bundle))))
     notes, errors = Console(stderr=True, quiet=args.quiet), Console(stderr=True)
-    with LLM(args.bundle, config, args.threads, args.draft_threads, args.provider) as llm:
+    with LLM(bundle, config, args.threads, args.draft_threads, args.provider) as llm:
+        params = replace(llm.get_default_sampling_params(), **chosen)
         if llm.stale_costs:
             notes.print(f"── {costs_note(llm.stale_costs)}", markup=False, highlight=False, soft_wrap=True)
         if args.chat is not None and not llm.tokenizer.has_chat_template:

@@ -22,6 +22,7 @@ from ..models.errors import ConfigError, DraftwoodError, RequestError
 from ..models.layers import num_parameters
 from ..models.printable import printable
 from ..runtime.bundle.bundle import EngineBundle
+from ..runtime.bundle.cache import is_buildable
 from ..runtime.bundle.costs import stored_costs
 from ..runtime.engines.backends import BACKENDS, bits_of_weight, cache_precision, format_of_weight, slot_bytes
 from ..runtime.engines.base import EngineSpec
@@ -36,17 +37,12 @@ HERE, ELSEWHERE, ASSUMED = "measured here", "measured elsewhere", "assumed"
 
 
 def add_parser(commands: Any) -> None:
-    parser = commands.add_parser(
-        "inspect", help="show what a bundle holds and whether it runs here, or what can run here"
-    )
+    words = "show what a bundle holds and whether it runs here, or what can run here"
+    parser = commands.add_parser("inspect", help=words)
     parser.add_argument("bundle", type=Path, nargs="?", help="leave it out to see what this machine can run")
     parser.add_argument("--json", action="store_true", help="one JSON object")
-    parser.add_argument(
-        "--requests",
-        type=positive,
-        metavar="N",
-        help=f"show the memory that N requests at a time need (default {REQUESTS})",
-    )
+    words = f"show the memory that N requests at a time need (default {REQUESTS})"
+    parser.add_argument("--requests", type=positive, metavar="N", help=words)
     parser.add_argument("--chat-template", action="store_true", help="print the chat template, and nothing else")
     parser.add_argument("--open", action="store_true", help="open the engines, too: for bundles that you trust")
     parser.set_defaults(run=run)
@@ -58,6 +54,9 @@ def run(args: argparse.Namespace) -> int:
     if args.chat_template and (args.json or args.open):
         other = "--json, which holds the template, too" if args.json else "--open"
         raise ConfigError(f"--chat-template prints nothing else: leave it out, or {other}")
+    if is_buildable(args.bundle):
+        built = "its first use, such as draftwood chat, builds a bundle, and draftwood cache names it"
+        raise RequestError(f"{args.bundle} is a model: {built}; give the folder of a bundle")
     bundle = EngineBundle.open(args.bundle)
     templates = read_templates(bundle.folder)
     template = templates.get(DEFAULT, next(iter(templates.values()), None))

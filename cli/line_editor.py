@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from threading import Event
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any
 
 from ..models.errors import RequestError
@@ -44,9 +44,7 @@ class LineEditor:
         self._before = signal.signal(signal.SIGINT, self._interrupt)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         signal.signal(signal.SIGINT, self._before)
         with suppress(ImportError, OSError):
             import readline

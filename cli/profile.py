@@ -8,7 +8,6 @@ import math
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import asdict, replace
-from pathlib import Path
 from typing import Any
 
 from rich import box
@@ -22,13 +21,14 @@ from ..models.bindings import DRAFT, TARGET
 from ..models.config import LlamaConfig
 from ..models.errors import DraftwoodError, EngineError
 from ..models.printable import shell_word
+from ..plugins.installation import install
 from ..runtime.bundle.bundle import EngineBundle
 from ..runtime.bundle.costs import check_writable, fingerprint, write_costs
 from ..runtime.engines.backends import Backend, describe_backend
 from ..runtime.engines.base import Engine, EngineSpec
 from ..runtime.engines.comparison import Comparison
 from ..runtime.speculation.planning.cost import CostModel, PassCosts
-from .options import add_engines, add_quiet, integers
+from .options import add_engines, add_model, add_quiet, bundle_for, integers
 from .progress import progress
 
 # Upper quartile / least time of repeated passes: 1.10 to 1.25 on two idle cores (real-time priority), 1.46 to 9.7
@@ -38,11 +38,10 @@ BUSY = 1.35
 
 def add_parser(commands: Any) -> None:
     parser = commands.add_parser("profile", help="measure this machine's costs, by which speculation is planned")
-    parser.add_argument("bundle", type=Path)
+    add_model(parser)
     shown = f"{','.join(map(str, CONTEXTS))}, and the bundle's --max-length up to {LONGEST}"
-    parser.add_argument(
-        "--contexts", type=integers, default=(), help=f"committed tokens before a pass (default {shown})"
-    )
+    words = f"committed tokens before a pass (default {shown})"
+    parser.add_argument("--contexts", type=integers, default=(), help=words)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     add_engines(parser)
     add_quiet(parser)
@@ -50,7 +49,7 @@ def add_parser(commands: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    bundle = EngineBundle.open(args.bundle)
+    bundle = EngineBundle.open(bundle_for(args))
     console = Console(stderr=args.json, quiet=args.quiet)
     costs = profile(bundle, args.threads, args.draft_threads, args.provider, args.contexts, console)
     if args.json:
@@ -91,12 +90,24 @@ def profile(
             highlight=False,
             soft_wrap=True,
         )
+    elif costs.compared is not None and costs.compared.is_slower:
+        console.print(advice(costs.compared), markup=False, highlight=False, soft_wrap=True)
     return costs
+
+
+def advice(compared: Comparison) -> str:
+    """What a faster rival would bring, from a measurement on a quiet machine."""
+    slowest, rows = max(zip(compared.ratios, compared.rows, strict=True))
+    rival = compared.other.partition(" ")[0]
+    return (
+        f"Backend {rival} takes {1 / slowest:.2f} of the time for a layer at {rows} row{'s' * (rows > 1)}, so a bundle "
+        f"with --backend {rival} may be faster here. Measured: {compared.described}"
+    )
 
 
 def beside_rival(spec: EngineSpec, threads: int, begin: Begin, console: Console) -> Comparison | None:
     """Compare the target's backend with its rival, by one layer; None if it has none, or the rival is not there. Says
-    on the console why nothing was compared, or that the rival is faster."""
+    on the console why nothing was compared."""
     backend = describe_backend(spec.backend)
     if not backend.rival:
         return None
@@ -108,9 +119,6 @@ def beside_rival(spec: EngineSpec, threads: int, begin: Begin, console: Console)
         console.print(f"Not compared with {backend.rival}: {error}", markup=False, highlight=False, soft_wrap=True)
         return None
     advance()
-    if compared.is_slower:
-        advice = f"Build the bundle with --backend {backend.rival}: it is faster on this machine. Measured: "
-        console.print(advice + compared.described, markup=False, highlight=False, soft_wrap=True)
     return compared
 
 
@@ -120,7 +128,7 @@ def compare_layers(model: LlamaConfig, backend: Backend, precision: str, threads
     try:
         from ..builder.comparison import compare
     except ModuleNotFoundError as error:
-        raise EngineError(f"{error.name} is not installed: pip install 'draftwood[build,cpu]'") from error
+        raise EngineError(f"{error.name} is not installed: {install('build', 'cpu')}") from error
     return compare(model, backend, precision, threads)
 
 

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, track
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn, track
 
 if TYPE_CHECKING:
     from ..builder.progress import Begin, Step
@@ -16,11 +16,15 @@ if TYPE_CHECKING:
 
 @contextmanager
 def progress(console: Console) -> Iterator[Begin]:
-    """A function to which a builder announces its steps; it shows their progress bars."""
-    columns = (titles(), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console) as bars:
+    """A function to which a builder announces its steps; it shows their progress bars, with the time
+    to go. On standard error they vanish at the end."""
+    columns = (titles(), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(elapsed_when_finished=True))
+    with Progress(*columns, console=console, transient=console.stderr) as bars:
 
         def begin(step: Step) -> Callable[[], None]:
+            if not step.units:
+                console.print(step.title, markup=False, highlight=False, soft_wrap=True)
+                return lambda: None
             task = bars.add_task(step.title, total=step.units)
             return lambda: bars.advance(task)
 

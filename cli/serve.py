@@ -18,6 +18,7 @@ from typing import Any
 from rich.console import Console
 
 from ..models.errors import ConfigError
+from ..plugins.installation import install
 from ..runtime.engines.shared.memory import limit_arenas
 from ..runtime.llm import LLM
 from ..runtime.requests.async_llm import AsyncLLM
@@ -26,13 +27,24 @@ from ..runtime.serving.http.clients import ApiKey, read_keys
 from ..runtime.serving.http.connection_limit import MAX_CONNECTIONS
 from ..runtime.serving.http.hosts import AllowedHosts, is_address, is_loopback
 from .live import costs_note
-from .options import add_engines, add_limits, add_speculation, positive, speculative
+from .options import (
+    FURTHER,
+    add_decoding,
+    add_limits,
+    add_model,
+    add_running,
+    bundle_for,
+    model_of,
+    positive,
+    speculative,
+)
 from .progress import warm_up
 
 API_KEY = "DRAFTWOOD_API_KEY"
 NAMELESS = "default"  # the client's name of the key of --api-key
 MAX_BODY_BYTES = 4 << 20
 HOST_NAME = re.compile(r"\*|(?:\*\.)?[^\s:/*\[\]?#@]+")
+URL, NAME = re.compile(r"https?://[^/\s]\S*"), re.compile(r".+", re.DOTALL)
 ORIGIN = re.compile(r"\*|null|[a-z][a-z0-9+.-]*://(?:\[[0-9a-f:.]+\]|[^\s:/*\[\]?#@]+)(?::[0-9]+)?")
 
 
@@ -57,120 +69,78 @@ def network(text: str) -> str:
 
 def host_name(text: str) -> str:
     """A name in the header Host, or a pattern of names. Any other text would match no request."""
-    if not is_address(text) and not HOST_NAME.fullmatch(text):
-        raise argparse.ArgumentTypeError(f"write a name without scheme, port and path, *.NAME, or *, not {text!r}")
-    return text
+    return (
+        text
+        if is_address(text)
+        else matching(HOST_NAME, text, "write a name without scheme, port and path, *.NAME, or *")
+    )
 
 
 def origin(text: str) -> str:
     """An origin as browsers send it. Any other text would match no page."""
-    if not ORIGIN.fullmatch(text.lower()):
-        fix = "write scheme, name and port alone, such as http://localhost:3000"
-        raise argparse.ArgumentTypeError(f"{fix}, or *, not {text!r}")
-    return text.lower()
+    return matching(ORIGIN, text.lower(), "write scheme, name and port alone, such as http://localhost:3000, or *")
 
 
 def url(text: str) -> str:
     """An address that spans can be sent to."""
-    if not re.fullmatch(r"https?://[^/\s]\S*", text):
-        raise argparse.ArgumentTypeError(f"write an address such as http://localhost:4318/v1/traces, not {text!r}")
-    return text
+    return matching(URL, text, "write an address such as http://localhost:4318/v1/traces")
 
 
 def model_name(text: str) -> str:
-    if not text:
-        raise argparse.ArgumentTypeError("the name is empty: leave the option out to use the folder's")
+    return matching(NAME, text, "the name is empty: leave the option out to use the model's file or folder")
+
+
+def matching(pattern: re.Pattern[str], text: str, fix: str) -> str:
+    """A text that matches a pattern as a whole."""
+    if not pattern.fullmatch(text):
+        raise argparse.ArgumentTypeError(f"{fix}, not {text!r}")
     return text
 
 
 def add_parser(commands: Any) -> None:
     parser = commands.add_parser("serve", help="answer OpenAI clients over HTTP")
-    parser.add_argument("bundle", type=Path)
+    add_model(parser)
     http = parser.add_argument_group("HTTP")
     http.add_argument("--host", default="127.0.0.1", help="address to listen on (default 127.0.0.1: this machine only)")
     http.add_argument("--port", type=int, default=8000, help="0 takes a free port (default 8000)")
-    http.add_argument(
-        "--served-model-name",
-        type=model_name,
-        metavar="NAME",
-        help="the model's name in requests (default: the folder)",
+    words = "the model's name in requests (default: the model's file or folder)"
+    http.add_argument("--served-model-name", type=model_name, metavar="NAME", help=words)
+    http.add_argument("--api-key", metavar="KEY", help=f"the key of clients (default: the variable {API_KEY}, if set)")
+    add_running(http)
+    http = parser.add_argument_group(FURTHER + "HTTP")
+    words = "further keys, a line each: a client's name, a space, its key"
+    http.add_argument("--api-keys-file", type=Path, metavar="FILE", help=words)
+    words = (
+        "host names of this server, such as llm.example.com, *.example.com or * for any; always allowed are localhost "
+        "and, unless it listens on this machine only, addresses (default with a key: any)"
     )
-    http.add_argument(
-        "--api-key", metavar="KEY", help=f"the key of clients (default: the variable {API_KEY}, if it is set)"
-    )
-    http.add_argument(
-        "--api-keys-file",
-        type=Path,
-        metavar="FILE",
-        help="further keys, a line each: a client's name, a space, its key",
-    )
-    http.add_argument(
-        "--allowed-hosts",
-        nargs="+",
-        type=host_name,
-        default=(),
-        metavar="NAME",
-        help="host names of this server, such as llm.example.com, *.example.com or * for any; always allowed are "
-        "localhost and, unless it listens on this machine only, addresses (default with a key: any)",
-    )
-    http.add_argument(
-        "--trusted-proxies",
-        nargs="+",
-        type=network,
-        default=(),
-        metavar="ADDRESS",
-        help="proxies whose X-Forwarded-For names the sender of a request, such as 10.0.0.0/8 (default: none)",
-    )
-    http.add_argument(
-        "--max-connections",
-        type=int,
-        default=MAX_CONNECTIONS,
-        help=f"beyond this limit idle connections are closed (default {MAX_CONNECTIONS})",
-    )
-    http.add_argument(
-        "--max-body-bytes",
-        type=positive,
-        default=MAX_BODY_BYTES,
-        help=f"limit of one request (default {MAX_BODY_BYTES})",
-    )
-    http.add_argument(
-        "--allowed-origins",
-        nargs="+",
-        type=origin,
-        default=(),
-        metavar="ORIGIN",
-        help="origins of web pages whose scripts may use it, such as http://localhost:3000, or * (default: none)",
-    )
+    http.add_argument("--allowed-hosts", nargs="+", type=host_name, default=(), metavar="NAME", help=words)
+    words = "proxies whose X-Forwarded-For names the sender of a request, such as 10.0.0.0/8 (default: none)"
+    http.add_argument("--trusted-proxies", nargs="+", type=network, default=(), metavar="ADDRESS", help=words)
+    words = f"beyond this limit idle connections are closed (default {MAX_CONNECTIONS})"
+    http.add_argument("--max-connections", type=int, default=MAX_CONNECTIONS, help=words)
+    words = f"limit of one request (default {MAX_BODY_BYTES})"
+    http.add_argument("--max-body-bytes", type=positive, default=MAX_BODY_BYTES, help=words)
+    words = "origins of web pages whose scripts may use it, such as http://localhost:3000, or * (default: none)"
+    http.add_argument("--allowed-origins", nargs="+", type=origin, default=(), metavar="ORIGIN", help=words)
     http.add_argument("--no-ui", action="store_true", help="no web pages: neither the chat page / nor /docs")
-    http.add_argument(
-        "--otlp-traces-endpoint",
-        type=url,
-        metavar="URL",
-        help="send OpenTelemetry spans there, such as http://localhost:4318/v1/traces (default: as the variables "
-        "OTEL_… say, else none)",
-    )
+    words = "send OpenTelemetry spans there (default: as the variables OTEL_… say, else none)"
+    http.add_argument("--otlp-traces-endpoint", type=url, metavar="URL", help=words)
     http.add_argument("--log-level", choices=("error", "warning", "info"), default="warning", help="info logs requests")
-    load = parser.add_argument_group("load")
+    load = parser.add_argument_group(FURTHER + "load")
     add_limits(load)
-    load.add_argument(
-        "--request-timeout", type=seconds, metavar="SECONDS", help="time limit of a request (default: none)"
-    )
-    load.add_argument(
-        "--drain-timeout",
-        type=seconds,
-        default=60,
-        metavar="SECONDS",
-        help="time to finish requests after SIGTERM (default 60)",
-    )
-    add_speculation(parser)
-    add_engines(parser)
+    words = "time limit of a request (default: none)"
+    load.add_argument("--request-timeout", type=seconds, metavar="SECONDS", help=words)
+    words = "time to finish requests after SIGTERM (default 60)"
+    load.add_argument("--drain-timeout", type=seconds, default=60, metavar="SECONDS", help=words)
+    add_decoding(parser)
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
     for package in ("fastapi", "uvicorn", "prometheus_client"):
         if find_spec(package) is None:
-            raise ConfigError(f"draftwood serve needs {package}: pip install 'draftwood[serve]'")
+            raise ConfigError(f"draftwood serve needs {package}: {install('serve')}")
     from ..runtime.serving.http.guard import Limits
     from ..runtime.serving.http.held import answer_bytes
     from ..runtime.serving.http.server import bind, serve
@@ -178,10 +148,10 @@ def run(args: argparse.Namespace) -> int:
 
     keys = api_keys(args.api_key, os.environ.get(API_KEY), args.api_keys_file)
     limit_arenas()
-    name = args.served_model_name or args.bundle.resolve().name
+    name, config, bundle = args.served_model_name or model_of(args).name, speculative(args), bundle_for(args)
     with bind(args.host, args.port) as listener:
         engines = (args.threads, args.draft_threads, args.provider, args.private_weights)
-        llm = LLM(args.bundle, speculative(args), *engines)
+        llm = LLM(bundle, config, *engines)
         warm_up(llm, Console(stderr=True))
         with (
             tracing(args.otlp_traces_endpoint, name) as trace,
@@ -237,7 +207,7 @@ def tracing(endpoint: str | None, model: str) -> Iterator[Callable[[Any], Any] |
     try:
         from ..runtime.serving.openai.tracing import Tracing, sending
     except ImportError as error:
-        missing = f"OpenTelemetry spans need {error.name}: pip install 'draftwood[otel]'"
+        missing = f"OpenTelemetry spans need {error.name}: {install('otel')}"
         if endpoint is not None:
             raise ConfigError(missing) from error
         print(f"draftwood: warning: no spans are sent. {missing}", file=sys.stderr)

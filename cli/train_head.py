@@ -5,60 +5,54 @@ from __future__ import annotations
 import argparse
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from ..builder.head.training import HeadResult, HeadTraining
 from ..models.bindings import ROLES
 from ..models.errors import EngineError
 from ..models.printable import shell_word
+from ..plugins.installation import install
 from .bench import read_prompts
-from .options import add_quiet, read_options
+from .options import FURTHER, HIDDEN, Setting, add_quiet, add_settings, read_options
 from .progress import progress
-
-if TYPE_CHECKING:
-    from ..builder.head.training import HeadResult
-
 
 WORTHWHILE = 1e-3  # nats per token that a head should gain over a constant prediction
 
 
+OPTIONS = {
+    "layers": Setting("ResBlocks of the head"),
+    "reject_weight": Setting("weight of a rejection in the loss"),
+    "contexts": Setting("texts that the draft reads: mixed, as published, or branched off the target's texts"),
+    "mixing_ratio": Setting("share of the target's tokens in training texts"),
+    "texts": Setting("texts the target writes, prompts taken in turn"),
+    "max_new_tokens": Setting("tokens of a text"),
+    "max_prompt_tokens": Setting("longer prompts lose their beginning"),
+    "temperature": Setting("at which the target writes"),
+    "batch_size": Setting("texts written at a time"),
+    "epochs": Setting("times the head sees every example"),
+    "learning_rate": Setting("at its highest"),
+    "held_out": Setting("share of the prompts kept for calibration"),
+    "seed": Setting("the same seed gives the same head"),
+    "threads": Setting("of torch; 0 chooses by the target's size"),
+}
+
+
 def add_parser(commands: Any) -> None:
     parser = commands.add_parser("train-head", help="train a SpecDec++ acceptance head for a draft and its target")
-    hidden = argparse.SUPPRESS  # the defaults are those of HeadTraining
     for role in ROLES:
         text = f"the {role}: Hugging Face folder or .gguf file"
         parser.add_argument(f"--{role}", type=Path, required=True, metavar="PATH", help=text)
-    parser.add_argument(
-        "--prompts", type=Path, required=True, metavar="F", help='JSON lines, each with a "prompt" (or "turns")'
-    )
+    words = 'JSON lines, each with a "prompt" (or "turns")'
+    parser.add_argument("--prompts", type=Path, required=True, metavar="F", help=words)
     parser.add_argument("--output", type=Path, required=True, metavar="DIR", help="folder to write")
-    for name, kind, help in (
-        ("layers", int, "ResBlocks of the head (default 3)"),
-        ("reject-weight", float, "weight of a rejection in the loss (default 6)"),
-        ("mixing-ratio", float, "share of the target's tokens in training texts (default 0.15)"),
-        ("texts", int, "texts the target writes, prompts taken in turn (default 320)"),
-        ("max-new-tokens", int, "tokens of a text (default 128)"),
-        ("max-prompt-tokens", int, "longer prompts lose their beginning (default 128)"),
-        ("temperature", float, "at which the target writes (default 1)"),
-        ("batch-size", int, "texts written at a time (default 32)"),
-        ("epochs", int, "times the head sees every example (default 16)"),
-        ("learning-rate", float, "at its highest (default 0.002)"),
-        ("held-out", float, "share of the prompts kept for calibration (default 0.2)"),
-        ("seed", int, "the same seed gives the same head (default 0)"),
-        ("threads", int, "of torch; 0 (default) chooses by the target's size"),
-    ):
-        parser.add_argument(f"--{name}", type=kind, default=hidden, help=help)
-    parser.add_argument(
-        "--contexts",
-        default=hidden,
-        help="texts that the draft reads in training: mixed (default, as published), or branched, which branch off the "
-        "target's texts",
-    )
-    parser.add_argument(
-        "--untied", dest="tied", action="store_false", default=hidden, help="every ResBlock has its own matrix"
+    add_settings(parser, "sizes and training", HeadTraining, OPTIONS)
+    group = parser.add_argument_group(FURTHER + "form")
+    group.add_argument(
+        "--untied", dest="tied", action="store_false", default=HIDDEN, help="a matrix for every ResBlock"
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     add_quiet(parser)
@@ -68,13 +62,11 @@ def add_parser(commands: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     # Imported here, so that the other commands need neither torch nor onnx.
     try:
-        from ..builder.head.training import HeadTraining
-
         options = read_options(args, HeadTraining)  # invalid options are refused before torch is imported
         prompts = read_prompts(args.prompts)
         from ..builder.head.train import train_head
     except ModuleNotFoundError as error:
-        raise EngineError(f"training needs {error.name}: pip install 'draftwood[build,cpu]'") from error
+        raise EngineError(f"training needs {error.name}: {install('build', 'cpu')}") from error
 
     console = Console(stderr=args.json, quiet=args.quiet)
     with progress(console) as begin:

@@ -13,7 +13,7 @@ from ..models.errors import ConfigError, EngineError
 from ..runtime.serving.triton.contract import ModelSettings
 from ..runtime.serving.triton.repository import Placement, write_model
 from ..runtime.serving.triton.server import Distribution, Ports, TritonServer
-from .options import add_engines, add_limits, add_speculation, integers, speculative
+from .options import FURTHER, add_decoding, add_limits, add_model, add_running, bundle_for, integers, speculative
 
 HOST = "127.0.0.1"
 PORTS = {"http": 8000, "grpc": 8001, "metrics": 8002}
@@ -21,7 +21,7 @@ PORTS = {"http": 8000, "grpc": 8001, "metrics": 8002}
 
 def add_parser(commands: Any) -> None:
     parser = commands.add_parser("triton", help="write a model for Triton Inference Server, and run one")
-    parser.add_argument("bundle", type=Path)
+    add_model(parser)
     parser.add_argument("--output", metavar="REPOSITORY", type=Path, required=True, help="the model repository")
     parser.add_argument("--name", default="draftwood", help="name of the model (default draftwood)")
     parser.add_argument("--copy-bundle", action="store_true", help="make the repository independent of the bundle")
@@ -29,14 +29,14 @@ def add_parser(commands: Any) -> None:
     placement.add_argument("--instances", type=int, default=1, help="processes per device, each with its own engines")
     placement.add_argument("--gpus", type=integers, default=(), help="devices to run on with CUDA, such as 0,1")
     limits = parser.add_argument_group("limits of each instance")
-    add_limits(limits)
+    add_running(limits)
+    add_limits(parser.add_argument_group(FURTHER + "limits"))
     local = parser.add_argument_group("local server")
     local.add_argument("--run", dest="start", action="store_true", help="start tritonserver and serve until Ctrl-C")
     local.add_argument("--host", help=f"address to listen on (default {HOST})")
     for name, port in PORTS.items():
         local.add_argument(f"--{name}-port", type=int, help=f"(default {port})")
-    add_speculation(parser)
-    add_engines(parser)
+    add_decoding(parser)
     parser.set_defaults(run=run)
 
 
@@ -44,9 +44,10 @@ def run(args: argparse.Namespace) -> int:
     given = {name: getattr(args, f"{name}_port") for name in PORTS}
     if not args.start and (args.host, *given.values()) != (None,) * (1 + len(PORTS)):
         raise ConfigError("--host and the ports are of a local server: add --run, or leave them out")
+    config, bundle = speculative(args), bundle_for(args)
     settings = ModelSettings(
-        bundle=str(args.bundle),
-        speculative=speculative(args),
+        bundle=str(bundle),
+        speculative=config,
         threads=args.threads,
         draft_threads=args.draft_threads,
         provider="cuda" if args.gpus else args.provider,
@@ -60,7 +61,7 @@ def run(args: argparse.Namespace) -> int:
     placement = Placement(args.instances, args.gpus)
     if args.start:
         Distribution.find()  # raises before anything is written
-    folder = write_model(args.bundle, args.output, args.name, settings, placement, args.copy_bundle)
+    folder = write_model(bundle, args.output, args.name, settings, placement, args.copy_bundle)
     console = Console()
     written = f"Model written to {folder}; its README.md says how to start it."
     console.print(written, markup=False, highlight=False, soft_wrap=True)

@@ -19,7 +19,7 @@ async def answer(llm: AsyncLLM, prompt: str) -> str:
 
 async def main() -> None:
     prompts = ["import os", "def main():", "class Node:", "for item in"]
-    with AsyncLLM.open(bundle, max_running=4) as llm:
+    with AsyncLLM(bundle, max_running=4) as llm:
         together = await asyncio.gather(*(answer(llm, prompt) for prompt in prompts))
         alone = [await answer(llm, prompt) for prompt in prompts]
     for prompt, text in zip(prompts, together, strict=True):

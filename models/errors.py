@@ -3,9 +3,12 @@ turns them into exit code 2, a server into a 4xx answer."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from dataclasses import fields
 from difflib import get_close_matches
+from functools import wraps
 from reprlib import Repr
+from typing import Any, TypeVar, cast
 
 from .printable import printable
 
@@ -35,6 +38,30 @@ class RequestError(DraftwoodError):
 
 class ConfigError(DraftwoodError):
     """Settings that contradict each other, or that would change the output distribution."""
+
+
+T = TypeVar("T")
+
+
+def known_names(error: type[DraftwoodError]) -> Callable[[type[T]], type[T]]:
+    """A decorator of a dataclass: a keyword that is no field raises `error`, which names the nearest one."""
+
+    def wrap(cls: type[T]) -> type[T]:
+        init_of, names = cast(Any, cls), {field.name: None for field in fields(cast(Any, cls))}  # in their order
+        own, known = init_of.__init__, names.keys()
+
+        @wraps(own)
+        def init(self: T, *args: Any, **given: Any) -> None:
+            if not given.keys() <= known:
+                unknown = next(name for name in given if name not in names)
+                near = nearest(unknown, names) or f": it has {', '.join(names)}"
+                raise error(f"{cls.__name__} has no {printable(unknown)!r}{near}")
+            own(self, *args, **given)
+
+        init_of.__init__ = init
+        return cls
+
+    return wrap
 
 
 QUOTED = Repr()

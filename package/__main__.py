@@ -15,7 +15,8 @@ def main() -> int:
         print("draftwood: interrupted", file=sys.stderr)
         return 130
     code = run()
-    gc.freeze()  # at its end Python would look through all that was imported, for up to a second
+    if "triton" not in sys.modules:  # whose binding complains of objects that are not collected
+        gc.freeze()  # at its end Python would look through all that was imported, for up to a second
     return code
 
 

@@ -13,6 +13,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from .installation import install
+
 PACKAGES = {"tensorrt": "tensorrt", "tensorrt-rtx": "tensorrt_rtx"}  # backend, which is also the pip extra -> module
 INLINED_AGAIN = "the output tensors of this new instance will not be queryable"  # one warning per node, layer by layer
 RTX_LIBRARIES = "tensorrt_rtx_libs"
@@ -33,7 +35,7 @@ def load_tensorrt(backend: str) -> ModuleType:
         return importlib.import_module(name)
     except ImportError as error:
         raise ModuleNotFoundError(
-            f"the Python package {name} cannot be imported ({error}): pip install 'draftwood[{backend}]'", name=name
+            f"the Python package {name} cannot be imported ({error}): {install(backend)}", name=name
         ) from error
 
 

@@ -19,7 +19,7 @@ from .text.result import RequestOutput, output_of
 from .text.writer import StreamChunk
 
 if TYPE_CHECKING:
-    from .llm import LLM
+    from .llm import LLM, Speculation
 
 
 class Asked(NamedTuple):
@@ -37,18 +37,20 @@ def complete(
     sampling_params: SamplingParams | Sequence[SamplingParams] | None,
     use_tqdm: bool,
     observe: Observer | None = None,
+    speculative: Speculation = "own",
 ) -> list[RequestOutput]:
     """Complete prompts, which the LLM has encoded. texts: see Asked.text. For the others see `LLM.generate`."""
-    asked = list(map(Asked, texts, prompts, params_of(sampling_params, len(prompts))))
+    params_by_prompt = params_of(sampling_params, len(prompts), llm.get_default_sampling_params)
+    asked = list(map(Asked, texts, prompts, params_by_prompt))
     wanted = [(each.token_ids, params) for each in asked for params in each.params.choices()]
     shares = llm.is_pooled or llm.max_batch is not None
     with progress(len(wanted), use_tqdm) as advance:
         if len(wanted) > 1 and observe is None and shares:
-            written = write_together(llm, wanted, advance)
+            written = write_together(llm, wanted, advance, speculative)
         else:
             written = []
             for prompt, params in wanted:
-                written.append(list(llm.stream(prompt, params, observe)))
+                written.append(list(llm.stream(prompt, params, observe, speculative)))
                 advance()
     rest = iter(written)
     outputs = []
@@ -59,7 +61,10 @@ def complete(
 
 
 def write_together(
-    llm: LLM, wanted: Sequence[tuple[list[int], SamplingParams]], advance: Callable[[], None]
+    llm: LLM,
+    wanted: Sequence[tuple[list[int], SamplingParams]],
+    advance: Callable[[], None],
+    speculative: Speculation,
 ) -> list[list[StreamChunk]]:
     """The chunks of several texts that share passes. advance: called after each text."""
     at_most = min(llm.max_batch or MAX_RUNNING, len(wanted))
@@ -71,7 +76,7 @@ def write_together(
         engines = shared.engines._replace(sharing=lambda: loop.num_sharing, budget=drafts)
         texts: dict[Job[StreamChunk], list[StreamChunk]] = {}
         for prompt, params in wanted:
-            job = llm.job(prompt, params, engines=engines)
+            job = llm.job(prompt, params, speculative=speculative, engines=engines)
             job.num_slots = shared.budget.needed(len(prompt), params.max_tokens)
             texts[job] = []
         for job, chunk in loop.run(list(texts)):
@@ -81,11 +86,13 @@ def write_together(
     return list(texts.values())
 
 
-def params_of(given: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
-    """The settings of `count` prompts: None takes the defaults, one is for all, or each has its own. Raises
-    RequestError for another number of settings, and for what are none."""
+def params_of(
+    given: SamplingParams | Sequence[SamplingParams] | None, count: int, default: Callable[[], SamplingParams]
+) -> list[SamplingParams]:
+    """The settings of `count` prompts: None takes the default, one is for all, or each has its own. Raises RequestError
+    for another number of settings, and for what are none."""
     if given is None or isinstance(given, SamplingParams):
-        return [given or SamplingParams()] * count
+        return [given or default()] * count
     if not isinstance(given, Sequence) or not all(isinstance(each, SamplingParams) for each in given):
         raise RequestError(f"sampling_params must be a SamplingParams or a list of them, not {shown(given)}")
     if len(given) != count:

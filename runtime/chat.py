@@ -84,7 +84,7 @@ class ChatSession:
     def send(
         self,
         text: str,
-        params: SamplingParams = SamplingParams(),  # noqa: B008 - frozen
+        params: SamplingParams | None = None,
         speculative: Speculation = "own",
         stop: Event | None = None,
     ) -> Iterator[StreamChunk]:
@@ -105,7 +105,7 @@ class ChatSession:
 
     def retry(
         self,
-        params: SamplingParams = SamplingParams(),  # noqa: B008 - frozen
+        params: SamplingParams | None = None,
         speculative: Speculation = "own",
         stop: Event | None = None,
     ) -> Iterator[StreamChunk]:
@@ -154,9 +154,10 @@ class ChatSession:
         self.close()
 
     def _begin(
-        self, text: str, num_before: int, params: SamplingParams, speculative: Speculation, stop: Event
+        self, text: str, num_before: int, params: SamplingParams | None, speculative: Speculation, stop: Event
     ) -> Iterator[StreamChunk]:
         """The answer to a message behind the first `num_before` turns; it replaces those behind them."""
+        params = params or self._llm.get_default_sampling_params()
         prompt = self._fit(text, num_before, params.max_tokens, stop)
         budget = self._shared.budget
         params = replace(params, max_tokens=min(params.max_tokens, budget.tokens_behind(len(prompt))))

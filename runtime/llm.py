@@ -4,19 +4,22 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import cache, cached_property
 from itertools import count
 from pathlib import Path
 from threading import Event
-from types import TracebackType
 from typing import Any, Literal, cast
 
 from ..models.bindings import TARGET
 from ..models.errors import ConfigError, RequestError
 from .batch import complete, params_of
 from .bundle.bundle import EngineBundle
+from .bundle.cache import Model, bundle_of
 from .bundle.costs import assumed_costs, read_costs, stored_costs
+from .bundle.defaults import default_params
 from .bundle.fit import fitted
+from .bundle.foreign import with_others
 from .decoding.chunk import TokenChunk
 from .decoding.decoder import SpeculativeDecoder
 from .decoding.job import Job
@@ -50,7 +53,7 @@ Speculation = SpeculativeConfig | None | Literal["own"]  # of one request; None 
 
 
 class LLM:
-    """An open bundle. Several threads may use it; each request has its own caches."""
+    """An open model. Several threads may use it; each request has its own caches."""
 
     def __init__(
         self,
@@ -60,22 +63,24 @@ class LLM:
         draft_threads: int = 0,
         provider: str = "cpu",
         private_weights: bool = False,
+        draft: str | Path | None = None,
+        precision: str | None = None,
+        max_length: int | None = None,
+        **others: Any,
     ) -> None:
-        """Check and open a bundle. model: its folder. private_weights: copy the weights into memory, where otherwise
-        files are mapped; refused for TensorRT, which maps none.
+        """Check and open a bundle, or a model whose bundle is built first, unless the cache has it. model, draft,
+        precision, max_length: see `Model`. others: vLLM's keywords, see `foreign.py`.
 
-        speculative: the default configuration; None decodes plainly and does not open the draft. For a bundle without a
-        draft "auto" is prompt lookup. threads: of the target's engine; 0 lets the backend choose. draft_threads: 0
-        takes the fastest number for a small draft, see EngineBundle.open_draft. provider: "cpu" or "cuda". Raises
-        BundleError, EngineError or ConfigError.
-
-        Sets `stale_costs` to the differences between this machine and bundle and those of the stored cost table.
-        `draftwood profile` measures a new table.
+        speculative: the default configuration; None decodes plainly and does not open the draft. threads: of the
+        target's engine; 0 lets the backend choose. draft_threads: see EngineBundle.open_draft. provider: "cpu" or
+        "cuda". private_weights: copy the weights, where otherwise files are mapped. `stale_costs` has the differences
+        between this machine and that of the stored cost table. Raises any DraftwoodError but RequestError.
         """
-        self.bundle = EngineBundle.open(Path(model), private_weights)
+        asked, speculative = with_others(Model.of(model, draft, precision, max_length), speculative, others)
+        self.bundle = EngineBundle.open(bundle_of(asked), private_weights)
         self.tokenizer = Tokenizer.load(self.bundle.folder)
-        self.speculative = speculative
-        self._provider = provider
+        self._default_params = default_params(self.bundle)
+        self.speculative, self._provider = speculative, provider
         self._target = self.bundle.open_engine(TARGET, threads, provider)
         self._draft: Engine | None = None
         self._costs: CostModel | None = None
@@ -85,8 +90,8 @@ class LLM:
             if self.bundle.has_draft or draft_threads:  # which would be ignored
                 self._draft = self.bundle.open_draft(threads, draft_threads, provider)
             measured, self.stale_costs = stored_costs(self.bundle, provider, threads, draft_threads)
-            draft = None if self._draft is None else self._draft.spec
-            self._costs = measured or assumed_costs(self._target.spec, draft, provider)
+            drafts = None if self._draft is None else self._draft.spec
+            self._costs = measured or assumed_costs(self._target.spec, drafts, provider)
         self._experience = Experience(None if self._costs is None else Drift(self._costs))
         vocab_size = self._target.spec.model.vocab_size
         self.grammars = Grammars(self.tokenizer, vocab_size, self.bundle.manifest.eos_token_ids)
@@ -100,35 +105,34 @@ class LLM:
         use_tqdm: bool = False,
         *,
         observe: Observer | None = None,
+        speculative: Speculation = "own",
     ) -> list[RequestOutput]:
-        """Complete a prompt, or each prompt of a list; one result per prompt. The texts share passes. All prompts are
-        checked first.
+        """Complete a prompt, or each prompt of a list; one result per prompt. The texts share passes.
 
-        sampling_params: for all prompts, or a list with one for each. use_tqdm: show a progress bar. observe: called
-        with every round (`round.Round`) until it returns True; it changes no token. The texts are written one by one.
-        Raises RequestError when a prompt is empty, too long, or contains a token that the model does not have.
+        sampling_params: for all prompts, or a list with one for each; None takes the model's. use_tqdm: show a progress
+        bar. observe: called with every round (`round.Round`) until it returns True; the texts are written one by one.
+        speculative: the configuration of these texts. Raises RequestError or ConfigError before the first text.
         """
         given = prompts if is_batch(prompts) else [cast(PromptType, prompts)]
         plain = [plain_prompt(prompt) for prompt in given]
         encoded = [self.encode(prompt) for prompt in plain]
         texts = [prompt if isinstance(prompt, str) else None for prompt in plain]
-        return complete(self, texts, encoded, sampling_params, use_tqdm, observe)
+        return complete(self, texts, encoded, sampling_params, use_tqdm, observe, speculative)
 
     def stream(
         self,
         prompt: PromptType,
-        sampling_params: SamplingParams = SamplingParams(),  # noqa: B008 - frozen
+        sampling_params: SamplingParams | None = None,
         observe: Observer | None = None,
         speculative: Speculation = "own",
     ) -> Iterator[StreamChunk]:
-        """Complete a prompt; yields one chunk per round. The call checks its arguments, and the first chunk opens the
-        caches. speculative: the configuration of this request. Raises RequestError or ConfigError."""
+        """`generate` for one text; yields one chunk per round. The first chunk opens the caches."""
         return drive(self.job(prompt, sampling_params, observe, speculative))
 
     def job(
         self,
         prompt: PromptType,
-        params: SamplingParams = SamplingParams(),  # noqa: B008 - frozen
+        params: SamplingParams | None = None,
         observe: Observer | None = None,
         speculative: Speculation = "own",
         engines: Engines | None = None,
@@ -136,7 +140,8 @@ class LLM:
     ) -> Job[StreamChunk]:
         """`stream` as a job for a loop. engines: such as those of `share`; by default the LLM's own engines. prepared:
         what `prepare` returns for `params`, if the caller has called it."""
-        if (params := params_of(params, 1)[0]).n != 1:
+        (params,) = params_of(params, 1, self.get_default_sampling_params)
+        if params.n != 1:
             raise RequestError(f"a stream has one text, and n is {params.n}: leave n out, or call LLM.generate")
         config = self.resolved(speculative)
         tokens = self.encode(prompt)
@@ -182,19 +187,22 @@ class LLM:
         continue_final_message: bool = False,
         tools: Sequence[Tool] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        speculative: Speculation = "own",
     ) -> list[RequestOutput]:
-        """Answer a conversation of {"role", "content"} messages, or each conversation of a list, see `generate`.
-
-        The other arguments are those of ChatSettings. tools: the chat template tells the model of them; calls are part
-        of the text. `SamplingParams.structured` can demand calls.
-        Raises RequestError without a chat template, and for an invalid conversation, see `conversation.to_template`.
+        """Answer a conversation of {"role", "content"} messages, or each conversation of a list, see `generate`; the
+        other arguments are those of ChatSettings. tools: the chat template tells the model of them; calls are part of
+        the text. Raises RequestError without a chat template, and for an invalid conversation.
         """
         given = messages if is_conversations(messages) else [cast(Conversation, messages)]
         continuing = (add_generation_prompt, continue_final_message)
         settings = ChatSettings(*continuing, template_kwargs=chat_template_kwargs or {}, tools=tools or ())
         texts = [self.write_chat(each, settings=settings) for each in given]
         encoded = [self.encode_written(text) for text in texts]
-        return complete(self, texts, encoded, sampling_params, use_tqdm)
+        return complete(self, texts, encoded, sampling_params, use_tqdm, speculative=speculative)
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """The settings of a text without others: the model's own, see `default_params`."""
+        return self._default_params
 
     def encode_chat(self, messages: Conversation, settings: ChatSettings = ASKED) -> list[int]:
         """Encode a conversation as a prompt with the model's chat template."""
@@ -207,11 +215,6 @@ class LLM:
     def encode_written(self, conversation: str, given_up: Event | None = None) -> list[int]:
         """Encode the output of `write_chat`. It already contains the special tokens. given_up: see `write_chat`."""
         return self._encode(conversation, given_up, add_special_tokens=False)
-
-    def plain_decoder(self) -> SpeculativeDecoder:
-        """A plain decoder over the LLM's target, as the reference for speculative decoding."""
-        manifest = self.bundle.manifest
-        return SpeculativeDecoder(self._target, None, None, manifest.max_length, manifest.eos_token_ids)
 
     @property
     def is_pooled(self) -> bool:
@@ -272,7 +275,7 @@ class LLM:
         return sum(spec.capacity * slot_bytes(spec) for spec in specs)
 
     def close(self) -> None:
-        """Close both engines, and end the processes of the chat template and of grammars."""
+        """Close the engines, and end the processes of chat template and grammars."""
         self.tokenizer.close()
         self.grammars.close()
         while (decoder := self._idle_decoder()) is not None:
@@ -284,9 +287,7 @@ class LLM:
     def __enter__(self) -> LLM:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def encode(self, prompt: PromptType, given_up: Event | None = None) -> list[int]:
@@ -329,10 +330,9 @@ class LLM:
                 decoder.close()
 
     def _idle_decoder(self) -> SpeculativeDecoder | None:
-        try:
+        with suppress(IndexError):  # not checked before: another thread could take the last decoder in between
             return self._idle.pop()
-        except IndexError:  # not checked before: another thread could take the last decoder in between
-            return None
+        return None
 
     def _new_decoder(self, config: SpeculativeConfig | None, engines: Engines) -> SpeculativeDecoder:
         manifest = self.bundle.manifest

@@ -23,8 +23,9 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.tools.record import add_output, write_results
-from draftwood.cli.bench import interval, read_prompts
+from draftwood.cli.bench import read_prompts
 from draftwood.runtime import LLM, AsyncLLM, SamplingParams
+from draftwood.runtime.inspection.speeds import interval
 
 CONCURRENCY = (1, 4, 16, 32, 64)
 REQUESTS = 3  # of each client

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+import re
+from collections import Counter
 from copy import copy
 from dataclasses import replace
 from pathlib import Path
@@ -10,8 +13,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ...models.errors import CheckpointError
+from ...models.errors import CheckpointError, RequestError
 from ...models.layers import EMBEDDING_WEIGHT, HEAD_WEIGHT, network_of
+from ...runtime.bundle.defaults import known, params_from
 from ...runtime.text.tokenizer import Tokenizer
 from ..parallel import in_parts
 from ..tokenizer import check_rows
@@ -91,6 +95,26 @@ class Checkpoint:
         """Ids of tokens that end a text, in ascending order. Some may lie beyond the model's vocabulary. Raises
         CheckpointError."""
         return sorted({*self.config.eos_token_ids, *self._files.more_eos_ids()})
+
+    def stored_bits(self) -> int:
+        """Bits of most weights as the file stores them: 4 stands for fewer, and 8 for 5 to 8."""
+        counts = Counter[int]()
+        for name, shape in network_of(self.config).tensors().items():
+            stored = self._source.stored(name)
+            bits = re.search(r"\d+", "" if stored is None else stored.dtype)
+            counts[int(bits[0]) if bits else 32] += math.prod(shape)
+        most = counts.most_common(1)[0][0]
+        return next((bits for bits in (4, 8, 16) if most <= bits), 32)
+
+    def sampling(self) -> dict[str, Any]:
+        """The sampling settings that the model's authors recommend; none if they are out of range."""
+        found = known(self._files.sampling())
+        try:
+            params_from(found, self.config.max_position)
+        except RequestError as error:
+            self.notes = (*self.notes, f"the sampling settings of its authors are left out: {error}")
+            return {}
+        return found
 
     def write_tokenizer(self, destination: Path) -> Tokenizer:
         """Write the tokenizer with its chat template into a folder, and open it there. Raises CheckpointError, also for

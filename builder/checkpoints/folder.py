@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from ...models.config import LlamaConfig
 from ...models.fields import token_ids
+from ...runtime.bundle.bundle import GENERATION
 from ...runtime.text.tokenizer import Tokenizer
 from ..tokenizer import convert_tokenizer
 from .json_file import read_json
@@ -15,7 +18,7 @@ from .quantised import layout_of
 from .safetensors import Safetensors
 from .source import TensorSource
 
-CONFIG, GENERATION = "config.json", "generation_config.json"
+CONFIG = "config.json"
 
 
 class HuggingFaceFolder:
@@ -33,8 +36,12 @@ class HuggingFaceFolder:
 
     def more_eos_ids(self) -> tuple[int, ...]:
         """The ids in generation_config.json, where chat models list several."""
+        return token_ids(self.sampling(), "eos_token_id", file=GENERATION)
+
+    def sampling(self) -> Mapping[str, Any]:
+        """The content of generation_config.json."""
         file = self._folder / GENERATION
-        return token_ids(read_json(file), "eos_token_id", file=file.name) if os.path.lexists(file) else ()
+        return read_json(file) if os.path.lexists(file) else {}
 
     def write_tokenizer(self, destination: Path) -> Tokenizer:
         return convert_tokenizer(self._folder, destination)

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ...models.errors import CheckpointError
 from ...models.plain_files import MOST_TOKENIZER
-from ..progress import Begin, Step
+from ...plugins.installation import install
+from ..progress import Begin, Step, remark
 from ..tokenizer import MOST_TEMPLATES, TEMPLATES, TOKENIZER_FILES
 from . import lora
 from .safetensors import INDEX, WEIGHTS, weight_map
@@ -85,7 +86,7 @@ def local_folder(given: Path, kind: Kind, begin: Begin) -> Path:
         from huggingface_hub import HfApi
     except ModuleNotFoundError as error:
         raise CheckpointError(
-            f"{given} is no folder here. If it is an id of the Hugging Face Hub, pip install 'draftwood[hub]' lets "
+            f"{given} is no folder here. If it is an id of the Hugging Face Hub, {install('hub')} lets "
             f"this command download it; or {wanted.by_hand}"
         ) from error
     try:
@@ -94,7 +95,7 @@ def local_folder(given: Path, kind: Kind, begin: Begin) -> Path:
         raise
     except Exception as error:  # classes of huggingface_hub and its HTTP library, which change by release
         if folder := cached(wanted, error):
-            begin(Step(f"Taking {wanted} from the cache: the Hub cannot be reached", 1))()
+            remark(begin, f"Taking {wanted} from the cache: the Hub cannot be reached")
             return folder
         reason = (str(error).strip() or type(error).__name__).splitlines()[0][:200]
         raise CheckpointError(

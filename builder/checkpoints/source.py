@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
@@ -78,6 +79,9 @@ class ModelFiles(Protocol):
 
     def more_eos_ids(self) -> tuple[int, ...]:
         """Ids of tokens that end a text, in addition to the configuration's `eos_token_ids`."""
+
+    def sampling(self) -> Mapping[str, Any]:
+        """The sampling settings that the model's authors recommend, by their names in a generation_config.json."""
 
     def write_tokenizer(self, destination: Path) -> Tokenizer:
         """Write the tokenizer with its chat template into a folder, and open it there."""

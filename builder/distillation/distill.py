@@ -27,7 +27,7 @@ from ...runtime.bundle.staging import replaceable
 from ..checkpoints.checkpoint import Checkpoint
 from ..checkpoints.hub import MODEL, local_folder
 from ..pipeline import end_of_text, refuse_draft
-from ..progress import Begin, Step
+from ..progress import Begin, Step, remark
 from ..tokenizer import check_known
 from .acceptance import Acceptance, estimate
 from .batches import Batch, pack, training_batches
@@ -96,6 +96,9 @@ def write_training_text(options: DistillOptions, target: Checkpoint, begin: Begi
     """Let the target write until the time for text is spent."""
     folder = options.folder
     spent = read_seconds(folder / TEXT_SECONDS)
+    minutes = f"{options.text_seconds / 60:.0f} minutes of text, then {options.training_seconds / 60:.0f} of training"
+    going_on = f"Going on with {folder}, which has {spent / 60:.1f} of {minutes}"
+    remark(begin, going_on if (folder / "target").is_dir() else f"This takes {minutes}; texts are kept in {folder}")
     if spent >= options.text_seconds:
         return
     with locked(folder / "texts"):

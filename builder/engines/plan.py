@@ -17,6 +17,7 @@ from typing import Any
 from ...models import bindings
 from ...models.config import LlamaConfig
 from ...models.errors import ConfigError
+from ...plugins.installation import install
 from ...plugins.tree_attention.library import CAPABILITIES, MAGIC
 from ...plugins.tree_attention.plan import MAX_HEAD_DIM
 from ...runtime.engines.backends import BACKENDS
@@ -92,7 +93,7 @@ class CompileOptions:
                 "leave out --no-plugin, or --max-batch"
             )
         if importlib.util.find_spec("triton") is None:
-            raise ConfigError(f"{needs}, and Triton is not installed: pip install 'draftwood[kernel]'")
+            raise ConfigError(f"{needs}, and Triton is not installed: {install('kernel')}")
         if "7.5" in self.compute_capabilities:
             raise ConfigError(f"{needs}, which is not for SM 7.5: leave out --compute-capability 7.5, or --max-batch")
 

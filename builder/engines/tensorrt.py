@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...models.errors import ConfigError
+from ...plugins.installation import install
 from ...plugins.tensorrt import PACKAGES, load_tensorrt, preload_rtx_libraries, tensorrt_logger
 from ..progress import Begin, Step
 
@@ -53,7 +54,7 @@ def polygraphy(backend: str) -> Iterator[None]:
         from polygraphy import config as settings
         from polygraphy.logger import G_LOGGER
     except ModuleNotFoundError as error:
-        raise ConfigError(f"compiling needs polygraphy: pip install 'draftwood[{backend}]'") from error
+        raise ConfigError(f"compiling needs polygraphy: {install(backend)}") from error
     rtx = backend == "tensorrt-rtx"
     if rtx != settings.USE_TENSORRT_RTX and "polygraphy.backend.trt" in sys.modules:
         raise ConfigError("one process compiles for TensorRT or for TensorRT-RTX, not for both: build them one by one")

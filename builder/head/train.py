@@ -15,6 +15,7 @@ import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from time import perf_counter
@@ -37,6 +38,7 @@ from ..tokenizer import check_known, check_same_vocabulary
 from .calibration import Floats, calibration, fit_temperature
 from .data import Examples, collect, load_frozen
 from .plots import training_svg
+from .state import Collected
 from .training import HeadResult, HeadTraining, Point
 
 FIGURES, PLOT = "training.json", "training.svg"
@@ -50,7 +52,8 @@ SMALL_MODEL = 30_000_000  # models with fewer parameters train on one thread
 def train_head(options: HeadTraining, prompts: Sequence[str], begin: Begin) -> HeadResult:
     """Train a head and write its folder atomically. begin: called for every step.
 
-    The same options, prompts and number of threads give the same head. Raises CheckpointError, ConfigError or
+    The same options, prompts and number of threads give the same head, also after an interruption: examples that were
+    collected stay in a folder beside the output until the head is written. Raises CheckpointError, ConfigError or
     RequestError.
     """
     start = perf_counter()
@@ -65,9 +68,9 @@ def train_head(options: HeadTraining, prompts: Sequence[str], begin: Begin) -> H
     encoded = encode(options, checkpoints, tokenizer, prompts)
     threads = torch_threads(options.threads, checkpoints[TARGET].config)
     with threads, staging_folder(options.output, DESCRIPTION, CheckpointError) as staging:
-        generator = torch.Generator().manual_seed(options.seed)
+        generator, collected = torch.Generator().manual_seed(options.seed), Collected(options, encoded, begin)
         train, held = [
-            gather(options, checkpoints, part, count, kind, begin, generator)
+            gather(options, checkpoints, part, count, kind, begin, generator, collected)
             for part, count, kind in split(options, encoded, generator)
         ]
         head = AcceptanceHead(options.head(checkpoints[DRAFT].config.hidden_size))
@@ -75,6 +78,7 @@ def train_head(options: HeadTraining, prompts: Sequence[str], begin: Begin) -> H
         result = judge(head, held, training, validation, train, perf_counter() - start)
         write_head(staging, head.trained(result.config))
         write_figures(staging, result)
+    collected.remove()
     return result
 
 
@@ -124,6 +128,7 @@ def gather(
     kind: str,
     begin: Begin,
     generator: torch.Generator,
+    collected: Collected,
 ) -> Examples:
     """Generate `texts` texts from the prompts in turn, and collect their examples."""
     # Sorted by length, for little padding in a batch.
@@ -136,8 +141,9 @@ def gather(
     eos, kept = checkpoints[TARGET].eos_token_ids(), checkpoints[DRAFT].kept_tokens
     settings = eos, options.max_new_tokens, options.temperature, ratio, generator, kept
     parts = []
-    for batch in batches:
-        parts.append(collect(target, draft, batch, *settings))
+    for number, batch in enumerate(batches):
+        make = partial(collect, target, draft, batch, *settings)
+        parts.append(collected.examples(f"{kind}-{number}", generator, make))
         advance()
     hidden, p_acc = (torch.cat(columns) for columns in zip(*parts, strict=True))
     if not len(p_acc):

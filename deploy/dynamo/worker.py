@@ -55,7 +55,7 @@ class DraftwoodEngine(LLMEngine):
     async def start(self, worker_id: int) -> EngineConfig:
         args = self._args
         limits = {"max_running": args.max_running, "max_waiting": args.max_waiting}
-        self._engine = await asyncio.to_thread(AsyncLLM.open, args.bundle, threads=args.threads, **limits)
+        self._engine = await asyncio.to_thread(AsyncLLM, args.bundle, threads=args.threads, **limits)
         registration = LlmRegistration(
             context_length=self._engine.llm.bundle.manifest.max_length, max_num_seqs=args.max_running
         )

@@ -13,6 +13,7 @@ from functools import cache
 from itertools import takewhile
 from pathlib import Path
 
+from ..installation import install
 from .processor import CPUINFO
 
 SECOND_CACHE = (("AuthenticAMD", "25"),)  # vendor and family: Zen 3 and 4
@@ -58,7 +59,7 @@ def compiler() -> list[str]:
         return [sys.executable, "-m", "ziglang", "cc"]
     raise CompilerError(
         "backend native compiles its kernels for this processor and finds no C compiler: install gcc or clang, or "
-        "pip install 'draftwood[native]'; or build the bundle with --backend onnxruntime, which needs none"
+        f"{install('native')}; or build the bundle with --backend onnxruntime, which needs none"
     )
 
 

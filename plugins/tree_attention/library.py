@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
 
+from ..installation import install
 from .plan import Variant, row_blocks
 
 PTX, CUBIN = "ptx", "cubin"
@@ -121,8 +122,7 @@ def compile_library(
         )
     if importlib.util.find_spec("triton") is None:
         raise ModuleNotFoundError(
-            "compiling the TreeAttention kernel needs OpenAI Triton: pip install 'draftwood[kernel]', or build without "
-            "the plugin",
+            f"compiling the TreeAttention kernel needs OpenAI Triton: {install('kernel')}, or build without the plugin",
             name="triton",
         )
     variants = [Variant(head_dim, group, dtype, block) for block in row_blocks(max_rows * group, head_dim, dtype)]

@@ -31,10 +31,11 @@ from ..engines.onnx.file import EXTERNAL
 from ..text.tokenizer import SETTINGS, TEMPLATE, TOKENIZER
 from .checks import check_manifest
 
+GENERATION = "generation_config.json"  # what the model's authors recommend for sampling: see defaults.py
 MANIFEST, COSTS = "manifest.json", "costs.json"
 FORMAT = 1  # increased when an older release could misread a newer bundle
 READ_BYTES = 1 << 20
-READ_BESIDE = (TOKENIZER, SETTINGS, TEMPLATE)  # optional files that are read by name
+READ_BESIDE = (TOKENIZER, SETTINGS, TEMPLATE, GENERATION)  # optional files that are read by name
 
 
 class Stamp(NamedTuple):
@@ -142,7 +143,10 @@ class EngineBundle:
         """Check a bundle: format, checksum, and size and digest of every file. private: see the class. Raises
         BundleError naming the fix, and ConfigError for `private` where no engine maps its weights."""
         if not folder.is_dir():
-            raise BundleError(f"{folder} is not a folder: build a bundle there with draftwood build")
+            raise BundleError(
+                f"{folder} is neither a bundle nor a model: give the folder of a bundle or of a Hugging Face model, a "
+                ".gguf file, or an id on the Hub, org/name"
+            )
         try:
             content = read_object(folder / MANIFEST, own=True)
         except FileNotFoundError as error:

@@ -16,6 +16,7 @@ from ...models.config import LEAST_DRAFT_CONTEXT, LlamaConfig
 from ...models.errors import BundleError
 from ...models.fields import MOST_NUMBER
 from ...models.rope_scaling import LONGROPE, STATIC, YARN
+from ...plugins.installation import install
 from ...plugins.native.library import STRIDE
 from ..engines.backends import BACKENDS, COMPILED, REMOVED
 from ..engines.base import EngineSpec
@@ -80,7 +81,7 @@ def check_engine(role: str, spec: EngineSpec, manifest: Manifest) -> None:
         raise BundleError(
             f"the {role} was built for {spec.backend}, which this release no longer runs: rebuild the bundle with "
             "--backend native, or with --backend onnxruntime where there is no C compiler "
-            "(pip install 'draftwood[native]' brings one)"
+            f"({install('native')} brings one)"
         )
     if spec.backend not in BACKENDS:
         raise BundleError(f"the {role} engine's backend {spec.backend!r} is unknown to this release: update draftwood")

@@ -16,6 +16,7 @@ from typing import NamedTuple
 from ...models.bindings import ADDITIVE, BITS, COMPACT, HALF, INTEGERS, LOW_BIT, activations
 from ...models.errors import EngineError
 from ...models.layers import network_of
+from ...plugins.installation import install
 from ...plugins.native.cache import check_available, kernel_identity
 from ...plugins.native.compile import CompilerError
 from ...plugins.native.library import BLOCK
@@ -128,7 +129,7 @@ def open_tensorrt(path: Path, spec: EngineSpec, how: Opening) -> Engine:
 def check_onnxruntime(plan: TensorRTPlan | None) -> None:
     """See Backend.check_machine."""
     if find_spec("onnxruntime") is None:
-        raise EngineError("onnxruntime is not installed: pip install 'draftwood[cpu]'")
+        raise EngineError(f"onnxruntime is not installed: {install('cpu')}")
 
 
 def check_native(plan: TensorRTPlan | None) -> None:

@@ -62,7 +62,9 @@ def audit(llm: LLM, prompt: Prompt, params: SamplingParams) -> AuditReport:
 def audit_output(llm: LLM, prompt: Sequence[int], params: SamplingParams, token_ids: Sequence[int]) -> AuditReport:
     """Compare an output that `llm` has already generated. Raises like `audit`."""
     check_auditable(llm.speculative is not None, params)
-    return compare(llm.plain_decoder(), prompt, llm.sampler(params, prompt), token_ids)
+    manifest = llm.bundle.manifest
+    plain = SpeculativeDecoder(llm.engines.target, None, None, manifest.max_length, manifest.eos_token_ids)
+    return compare(plain, prompt, llm.sampler(params, prompt), token_ids)
 
 
 def check_auditable(speculates: bool, params: SamplingParams) -> None:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ...models.errors import EngineError
+from ...plugins.installation import install
 from ..engines.backends import NATIVE, ONNXRUNTIME, TENSORRT, TENSORRT_RTX, Backend
 from ..engines.compatibility import RTX_COMPUTE_CAPABILITIES
 from ..engines.gpus import Driver, find_driver
@@ -69,19 +70,19 @@ def onnxruntime_cpu(here: Surroundings) -> Ability:
 def onnxruntime_cuda(here: Surroundings) -> Ability:
     """The CUDA provider, which only GPU_PACKAGE has."""
     wrong, right = here.versions.get(CPU_PACKAGE), here.versions.get(GPU_PACKAGE)
-    install = "pip install 'draftwood[gpu]'"
+    fix = install("gpu")
     obstacles = list[str]()
     if wrong is not None:
         both = f"{CPU_PACKAGE} overwrites {GPU_PACKAGE}, in the same folder" if right else "no CUDA provider"
         uninstall = f"pip uninstall {CPU_PACKAGE}{f' {GPU_PACKAGE}' if right else ''}"
-        obstacles.append(f"{CPU_PACKAGE} {wrong} is installed, {both}: {uninstall}; {install}")
+        obstacles.append(f"{CPU_PACKAGE} {wrong} is installed, {both}: {uninstall}; {fix}")
     elif right is None:
-        obstacles.append(f"{GPU_PACKAGE} is not installed: {install}")
+        obstacles.append(f"{GPU_PACKAGE} is not installed: {fix}")
     elif numbers(right) < numbers(GPU_RELEASE):
-        obstacles.append(f"the CUDA provider of {right} lacks operators: pip install -U 'draftwood[gpu]'")
+        obstacles.append(f"the CUDA provider of {right} lacks operators: {fix}")
     if here.missing and not obstacles:
-        fix = f"pip install '{GPU_PACKAGE}[cuda,cudnn]'"
-        obstacles.append(f"no {', '.join(here.missing)}: {fix}, or install CUDA {CUDA_MAJOR} and cuDNN 9")
+        libraries = f"pip install '{GPU_PACKAGE}[cuda,cudnn]'"
+        obstacles.append(f"no {', '.join(here.missing)}: {libraries}, or install CUDA {CUDA_MAJOR} and cuDNN 9")
     gpu, without = gpu_of(here, OLDEST_KERNEL)
     found = words(gpu, right, "with --provider cuda")
     return Ability(f"{ONNXRUNTIME.name} on CUDA", found, (*obstacles, *without))
@@ -107,21 +108,21 @@ def tensorrt_rtx(here: Surroundings) -> Ability:
 
 def torch_cpu(here: Surroundings) -> Ability:
     found = here.versions.get("torch")
-    lacks = () if found else ("torch is not installed: pip install 'draftwood[build]'",)
+    lacks = () if found else (f"torch is not installed: {install('build')}",)
     return Ability("torch", words("CPU", found, "to build and compare"), lacks)
 
 
 def torch_cuda(here: Surroundings) -> Ability:
     found, obstacles = here.versions.get("torch"), list[str]()
     if found is None:
-        obstacles.append("torch is not installed: pip install 'draftwood[build]'")
+        obstacles.append(f"torch is not installed: {install('build')}")
     elif here.torch_cuda is None:
         obstacles.append(f"torch {found} is a build without CUDA: pip install --force-reinstall torch")
     elif isinstance(here.driver, Driver) and numbers(here.torch_cuda)[:1] > here.driver.cuda[:1]:
         runs = ".".join(map(str, here.driver.cuda))
         obstacles.append(f"torch was built for CUDA {here.torch_cuda}, the driver runs {runs}: install a newer driver")
     if found and "triton" not in here.versions:
-        obstacles.append("triton, which compiles our kernel, is not installed: pip install 'draftwood[kernel]'")
+        obstacles.append(f"triton, which compiles our kernel, is not installed: {install('kernel')}")
     gpu, without = gpu_of(here, OLDEST_KERNEL, cuda=None)
     return Ability("torch on CUDA", words(gpu, found, "to measure"), (*obstacles, *without))
 
@@ -134,7 +135,7 @@ def words(*facts: str | None) -> str:
 def package_obstacles(here: Surroundings, backend: Backend) -> list[str]:
     """Packages that a backend of plans lacks."""
     return [
-        f"{package} is not installed: pip install 'draftwood[{backend.name}]'"
+        f"{package} is not installed: {install(backend.name)}"
         for package in (backend.name, BINDINGS)
         if package not in here.versions
     ]

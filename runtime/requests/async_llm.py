@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Hashable, Mapping, Sequence
+from contextlib import ExitStack
 from functools import partial
 from numbers import Real
 from pathlib import Path
@@ -52,15 +53,16 @@ class AsyncLLM(EngineThread):
 
     def __init__(
         self,
-        llm: LLM,
+        model: str | Path | LLM,
         *,
         max_running: int = MAX_RUNNING,
         max_waiting: int = MAX_WAITING,
         kv_cache_bytes: int | None = None,
         prefix_cache_slots: int = PREFIX_CACHE_SLOTS,
         max_pause_ms: float = MAX_PAUSE_MS,
+        **options: Any,
     ) -> None:
-        """The caller closes the LLM.
+        """model: an LLM, which the caller closes, or what LLM takes, with `options` of LLM; `close` closes it then.
 
         max_running: requests that run at a time; engines with caches of a fixed size may lower it. max_waiting: further
         requests that may wait. kv_cache_bytes: memory for all caches; lowers max_running to the number of requests
@@ -74,52 +76,27 @@ class AsyncLLM(EngineThread):
         """
         if prefix_cache_slots < 0:
             raise ConfigError(f"prefix_cache_slots must be at least 0, not {prefix_cache_slots}")
-        if kv_cache_bytes is not None:
-            max_running = min(max_running, count_affordable(llm, kv_cache_bytes))
-        max_running = min(max_running, llm.max_running or max_running)
-        scheduler: Scheduler[Request] = Scheduler(max_running, max_waiting)
-        pace = Pace(llm.costs, max_pause_ms)
-        llm.grammars.open()  # nobody waits for it yet
-        self._shared = llm.share(max_running, kv_cache_bytes, prefix_cache_slots)
-        drafts, slots = DraftBudget(Drift(llm.costs)), self._shared.budget
-        loop: Loop[Request, StreamChunk] = Loop(scheduler, self._shared.pools, slots, pace, drafts.observe_pass)
-        super().__init__(llm, loop)
-        self._engines = self._shared.engines._replace(sharing=lambda: loop.num_sharing, budget=drafts)
-        watch = BundleWatch(llm.bundle)
-        self.watchers.append(lambda: watch.trouble)
-        self._texts = TextThreads()
-        self._draining = False
-        self._owns_llm = False
+        if isinstance(model, LLM) and options:
+            raise ConfigError(f"{next(iter(options))} is an option of LLM, which is open already: leave it out")
+        with ExitStack() as opened:
+            llm = model if isinstance(model, LLM) else opened.enter_context(LLM(model, **options))
+            if kv_cache_bytes is not None:
+                max_running = min(max_running, count_affordable(llm, kv_cache_bytes))
+            max_running = min(max_running, llm.max_running or max_running)
+            scheduler: Scheduler[Request] = Scheduler(max_running, max_waiting)
+            pace = Pace(llm.costs, max_pause_ms)
+            llm.grammars.open()  # nobody waits for it yet
+            self._shared = llm.share(max_running, kv_cache_bytes, prefix_cache_slots)
+            drafts, slots = DraftBudget(Drift(llm.costs)), self._shared.budget
+            loop: Loop[Request, StreamChunk] = Loop(scheduler, self._shared.pools, slots, pace, drafts.observe_pass)
+            super().__init__(llm, loop)
+            self._engines = self._shared.engines._replace(sharing=lambda: loop.num_sharing, budget=drafts)
+            watch = BundleWatch(llm.bundle)
+            self.watchers.append(lambda: watch.trouble)
+            self._texts = TextThreads()
+            self._draining = False
+            self._opened = opened.pop_all()  # what `close` closes
         self._thread.start()
-
-    @classmethod
-    def open(
-        cls,
-        model: str | Path,
-        *,
-        max_running: int = MAX_RUNNING,
-        max_waiting: int = MAX_WAITING,
-        kv_cache_bytes: int | None = None,
-        prefix_cache_slots: int = PREFIX_CACHE_SLOTS,
-        max_pause_ms: float = MAX_PAUSE_MS,
-        **options: Any,
-    ) -> AsyncLLM:
-        """Open a bundle as an LLM, which `close` closes too. options: of LLM; the others are those of AsyncLLM."""
-        llm = LLM(model, **options)
-        try:
-            async_llm = cls(
-                llm,
-                max_running=max_running,
-                max_waiting=max_waiting,
-                kv_cache_bytes=kv_cache_bytes,
-                prefix_cache_slots=prefix_cache_slots,
-                max_pause_ms=max_pause_ms,
-            )
-        except BaseException:
-            llm.close()
-            raise
-        async_llm._owns_llm = True
-        return async_llm
 
     @property
     def num_running(self) -> int:
@@ -182,7 +159,7 @@ class AsyncLLM(EngineThread):
     def generate(
         self,
         prompt: PromptType,
-        sampling_params: SamplingParams = SamplingParams(),  # noqa: B008 - frozen
+        sampling_params: SamplingParams | None = None,
         *,
         speculative: Speculation = "own",
         request_id: str | None = None,
@@ -215,7 +192,7 @@ class AsyncLLM(EngineThread):
             raise RequestError(f"cache_salt must be text, not {shown(cache_salt)}")
         if cache_salt == "":
             raise RequestError("cache_salt must not be empty: leave it out to share rows with requests without a salt")
-        (sampling_params,) = params_of(sampling_params, 1)
+        (sampling_params,) = params_of(sampling_params, 1, self.llm.get_default_sampling_params)
         tokens = self.llm.encode(prompt)
         name = request_id or uuid4().hex
         job = self.llm.job(tokens, sampling_params, observe, speculative, self._engines, prepared)
@@ -272,8 +249,7 @@ class AsyncLLM(EngineThread):
         self._texts.close()
         self._stop()
         self._shared.close()
-        if self._owns_llm:
-            self.llm.close()
+        self._opened.close()
 
     def __enter__(self) -> AsyncLLM:
         return self

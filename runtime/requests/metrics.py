@@ -13,6 +13,7 @@ from threading import Lock
 from typing import Any, NamedTuple
 
 from ...models.errors import ConfigError
+from ...plugins.installation import install
 from ..decoding.stats import SpecDecodeStats
 
 # vLLM's boundaries, in seconds.
@@ -135,7 +136,7 @@ class ServingMetrics:
         try:
             from .prometheus import to_text
         except ModuleNotFoundError as error:
-            raise ConfigError(f"metrics as text need {error.name}: pip install 'draftwood[serve]'") from error
+            raise ConfigError(f"metrics as text need {error.name}: {install('serve')}") from error
         with self._lock:
             labelled: dict[tuple[str, str, str], Mapping[Any, int]] = {
                 (ENDED, ENDED_TEXT, "finish_reason"): self._ended,

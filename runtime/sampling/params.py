@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ...models.errors import RequestError, shown
+from ...models.errors import RequestError, known_names, shown
 from .structured import StructuredOutput
 
 LogitsProcessor = Callable[[Sequence[int], NDArray[np.float64]], NDArray[np.float64]]
@@ -51,6 +51,7 @@ def as_float(value: Real) -> Real | float:
 PYTHON_NUMBERS: dict[str, Callable[[Any], Any]] = {"int": int, "int | None": int, "float": as_float}
 
 
+@known_names(RequestError)
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
     """Sampling settings with vLLM's names and meanings. Raises RequestError for values out of range or of a wrong type.

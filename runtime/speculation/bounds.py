@@ -34,6 +34,11 @@ ONLY_WITH = {  # settings that another one must ask for: without it they change 
     "confidence_threshold": ("stop_rule", ("confidence",)),
     "entropy_threshold": ("stop_rule", ("entropy",)),
 }
+NAMED: dict[str, dict[str, str]] = {  # names of papers in the place of a grower, and the settings that they stand for
+    "gsd": {"grow": AUTO, "merge": "gsd"},
+    "specdec++": {"grow": "chain", "stop_rule": "specdec++"},
+    "ngram": {"grow": "lookup"},  # vLLM's name
+}
 MAX_NGRAM = 16  # tokens; a prompt lookup stores one n-gram per token of the text
 # Name -> the least and the largest value.
 INTEGERS = {

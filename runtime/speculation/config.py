@@ -8,11 +8,12 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from ...models.bindings import TOP_COLUMNS
-from ...models.errors import ConfigError, shown
+from ...models.errors import ConfigError, known_names, nearest, shown
 from ..engines.rounds import BEST, BLOCK, MATCH, REJECTION, TRAVERSAL, RoundShape
-from .bounds import AUTO, BUDGETS, KEYS, LOOKUPS, MERGERS, SHARES, STOPPERS, Lowerable, check_bounds, check_effects
+from . import bounds
+from .bounds import AUTO, NAMED, SHARES, Lowerable, check_bounds, check_effects
 from .growers.baseline import Grower
-from .growers.kinds import CHOSEN_GRAPH, DRAWN_CHAIN, DRAWN_GRAPH, DRAWN_TREE, KINDS, GrowerKind, Growth
+from .growers.kinds import CHOSEN_GRAPH, DRAWN_CHAIN, DRAWN_GRAPH, DRAWN_TREE, KINDS, WHY, GrowerKind, Growth
 from .growers.lookup import LENGTHS, PromptLookup
 from .growers.specdecpp import Confidence, Entropy, Fixed, SpecDecPP, SpecDecPPLagged, Stopper
 from .planning.budget import DraftBudget
@@ -33,18 +34,18 @@ LOSSLESS: dict[str, tuple[str, ...]] = {
 GROWERS = tuple(KINDS)
 CHOICES: dict[str, tuple[str, ...]] = {
     "grow": (AUTO, *GROWERS),
-    "merge": MERGERS,
-    "stop_rule": STOPPERS,
-    "key": KEYS,
+    "merge": bounds.MERGERS,
+    "stop_rule": bounds.STOPPERS,
+    "key": bounds.KEYS,
     "verify": (AUTO, *VERIFIERS),
-    "budget": BUDGETS,
-    "lookups": LOOKUPS,
+    "budget": bounds.BUDGETS,
+    "lookups": bounds.LOOKUPS,
 }
 
 
 class Rules(NamedTuple):
-    """What a round needs of a configuration, at temperature 0 or above. chooses, ranks, shape, max_tokens, verify: see
-    SpeculativeConfig. grower: of one round, by its greatest depth. stopper: of one round."""
+    """What a round needs of a configuration, at temperature 0 or above; see SpeculativeConfig's methods. grower: of
+    one round, by its greatest depth. stopper: of one round."""
 
     chooses: bool
     ranks: bool
@@ -55,14 +56,15 @@ class Rules(NamedTuple):
     stopper: Callable[[Estimate], Stopper]
 
 
+@known_names(ConfigError)
 @dataclass(frozen=True, slots=True)
 class SpeculativeConfig:
     """Settings of speculation. Raises ConfigError for settings that contradict each other, are not lossless, have the
     wrong type, or exceed the bounds of `bounds.py`.
 
-    grow: the grower. "chain", "k-ary" and "static" draw a fixed shape from the draft (`branching` children per depth,
-    or any `topology`, see `baseline.sequoia`). "dyspec" draws tokens where acceptance is likely, in a static shape;
-    "dyspec-heap" and "dyspec-threshold" are the paper's own forms. "topk" chooses the draft's most probable tokens.
+    grow: the grower, or a paper's name (NAMED). "chain", "k-ary" and "static" draw a fixed shape from the draft
+    (`branching` children per depth, or any `topology`). "dyspec" draws tokens where acceptance is likely, in a static
+    shape; "dyspec-heap" and "dyspec-threshold" are the paper's own forms. "topk" chooses the most probable tokens.
     "lookup" proposes what a prompt lookup finds and needs no draft.
     "auto" is "topk" at temperature 0, with merge="gsd" and with verify="match", else "dyspec". With budget="cost" and
     neither merge nor lookup_ngram, "auto" is "chain" or, if nothing asks for drawn tokens, "topk" in rounds where that
@@ -73,14 +75,12 @@ class SpeculativeConfig:
     stop_rule: the rule that ends a branch before the limits. key: the estimate of acceptance that DySpec grows by: the
     "draft"'s probability as in the paper, this probability "calibrated" by earlier rounds, or the trained "head" for
     tokens that the draft has read. verify: "match", "rejection", "block", "traversal", or "auto" for the best verifier
-    that is exact for the proposal. lookup_ngram: length of the n-gram of prompt lookup, 0 for no lookup; lookup_len:
-    most tokens that one lookup adds. grow="lookup" with lookup_ngram=0 looks n-grams of several lengths up, long ones
-    first. lookups: "auto" lets grow="auto" take what such a lookup finds instead of the draft's tokens, in rounds where
-    that is expected to be faster, with budget="cost" and otherwise default settings; "off" leaves it to the draft.
+    that is exact for the proposal. lookup_ngram: length of the n-gram of prompt lookup, 0 for several lengths with
+    grow="lookup", else for none; lookup_len: most tokens that one lookup adds. lookups: "auto" lets grow="auto" take
+    what a lookup finds in rounds where that is expected to be faster, if other settings are defaults.
 
-    budget: "cost" chooses the depth and size of each round's proposal, or plain decoding, by the measured costs of both
-    engines, up to the limits below. "fixed" always proposes up to the limits. "dyspec-heap" is fixed above temperature
-    0, because its depth cannot be planned.
+    budget: "cost" chooses the depth and size of each round's proposal, or plain decoding, by measured costs, up to the
+    limits below. "fixed" always proposes up to them, as "dyspec-heap" does above temperature 0.
 
     max_draft_len: depth of a proposal in tokens. max_total_draft_tokens: tokens of a tree, or of what "auto" proposes
     in its place. frontier_width: nodes that the draft scores in one pass of a tree, and the most children of a node
@@ -114,13 +114,17 @@ class SpeculativeConfig:
     lookups: str = AUTO
 
     def __post_init__(self) -> None:
+        for name, value in NAMED.get(self.grow, {}).items() if isinstance(self.grow, str) else ():
+            object.__setattr__(self, name, value)
         check_bounds({name: getattr(self, name) for name in SpeculativeConfig.__dataclass_fields__})
         for name in ("branching", "topology"):
             if type(getattr(self, name)) is list:  # as read from JSON
                 object.__setattr__(self, name, tuple(getattr(self, name)))
         for name, names in CHOICES.items():
             if getattr(self, name) not in names:
-                raise ConfigError(f"{name} must be one of {', '.join(names)}, not {shown(getattr(self, name))}")
+                value, papers = getattr(self, name), NAMED if name == "grow" else {}
+                near = nearest(value, (*names, *papers))
+                raise ConfigError(f"{name} must be one of {', '.join((*names, *papers))}, not {shown(value)}{near}")
         for name in SHARES:
             if not 0 <= getattr(self, name) <= 1:
                 raise ConfigError(f"{name} must be in [0, 1], not {shown(getattr(self, name))}")
@@ -133,10 +137,9 @@ class SpeculativeConfig:
         self._check_shape()
         exact = LOSSLESS[self.proposal]
         if self.verify not in (AUTO, *exact):
-            raise ConfigError(
-                f"verify={self.verify!r} is not lossless for a {self.proposal} (grow={self.grow!r}, "
-                f"merge={self.merge!r}): it was proved for other draws; use verify={exact[0]!r}"
-            )
+            made = f"{self.proposal} (grow={self.grow!r}, merge={self.merge!r}), whose {WHY[self.proposal]}"
+            fix = " or ".join(f"verify={name!r}" for name in exact)
+            raise ConfigError(f"verify={self.verify!r} is not lossless for a {made}: use {fix}")
         check_effects(self)
 
     def _check_shape(self) -> None:

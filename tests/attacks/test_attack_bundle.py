@@ -153,7 +153,7 @@ resource.setrlimit(resource.RLIMIT_AS, (6 << 30, 6 << 30))
 for folder in json.load(sys.stdin):
     print(folder, flush=True)
     generate = ["generate", folder, "--prompt", "hi", "--max-tokens", "4", "--json"]
-    code = main([*generate, "--no-speculation"]) or main([*generate, "--budget", "fixed"])
+    code = main([*generate, "--no-speculation"]) or main([*generate, "--speculative", "budget=fixed"])
     inspected = main(["inspect", folder])
     assert code in (0, 2) and inspected in (0, 2), (code, inspected)
 print("END", flush=True)

@@ -159,7 +159,7 @@ def panicking(folder: Path) -> tuple[Path, tuple[str, str]]:
 
 def test_a_panic_ends_its_request_and_no_other(bundle: Path, tmp_path: Path) -> None:
     flag, program = panicking(tmp_path)
-    with served(bundle, "--budget", "fixed", program=program) as server:
+    with served(bundle, "--speculative", "budget=fixed", program=program) as server:
         for place in PLACES:
             for kind in KINDS:
                 flag.write_text(f"{kind} {place}")
@@ -294,7 +294,7 @@ def test_requests_wait_for_memory(wide_bundle: Path, tmp_path: Path) -> None:
     script.write_text(LIMITED, encoding="utf-8")
     native = wide_bundle.name == "native"  # without admission by memory this one refuses some, and the other is slow
     program = (str(script), str((300 if native else 400) << 20))
-    with served(wide_bundle, "--max-running", "64", "--budget", "fixed", program=program) as server:
+    with served(wide_bundle, "--max-running", "64", "--speculative", "budget=fixed", program=program) as server:
         assert crowd(server, 64, prompt=150 if native else 50, tokens=4) == {200: 64}
         status, text = complete(server, prompt=[5] * 3900, max_tokens=100)
         assert status == 400 and "--kv-cache-bytes" in text and "max_tokens" in text
@@ -308,6 +308,6 @@ def test_long_requests_wait_for_memory(wide_bundle: Path, tmp_path: Path, more: 
     script = tmp_path / "limited.py"
     script.write_text(LIMITED, encoding="utf-8")
     program = (str(script), str(more << 20))
-    with served(wide_bundle, "--max-running", "64", "--budget", "fixed", program=program) as server:
+    with served(wide_bundle, "--max-running", "64", "--speculative", "budget=fixed", program=program) as server:
         assert crowd(server, 64, prompt=600, tokens=60) == {200: 64}
         assert ask(server, "/health") == (200, "ok")

@@ -27,7 +27,7 @@ DEEP = 40
 @pytest.fixture(scope="module")
 def server(tiny_bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     bundle = with_chat_template(tiny_bundle, tmp_path_factory.mktemp("attacked"))
-    with served(bundle, "--budget", "fixed") as running:
+    with served(bundle, "--speculative", "budget=fixed") as running:
         yield running
         assert running.idle  # nothing is left running, and others are served
         answer = httpx.post(f"{running.url}/completions", json=SHORT, timeout=120).json()

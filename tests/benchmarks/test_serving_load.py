@@ -255,7 +255,11 @@ def test_the_real_aiperf_shows_what_speculation_did(tiny_bundle: Path, tmp_path:
     write_inputs(tmp_path / "inputs.json", prompts, params.max_tokens)
     aiperf = AIPerf(find_aiperf(AIPERF), tmp_path / "inputs.json", len(prompts), tiny_bundle)
     for server in servers.draftwood_servers(tiny_bundle, 2, 1):
-        always = server if server.method == PLAIN else replace(server, command=(*server.command, "--budget", "fixed"))
+        always = (
+            server
+            if server.method == PLAIN
+            else replace(server, command=(*server.command, "--speculative=budget=fixed"))
+        )
         with start_server(always, tmp_path / "log.txt") as process:
             load = aiperf.profile(process.url, 2, 4, tmp_path / server.method)
         assert sorted(answer.prompt for answer in load.answers) == [0, 0, 1, 1]

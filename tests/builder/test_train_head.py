@@ -12,8 +12,10 @@ import pytest
 import torch
 
 from draftwood.builder.checkpoints.checkpoint import Checkpoint
+from draftwood.builder.head import train as train_module
 from draftwood.builder.head.calibration import calibration, fit_temperature, sigmoid
 from draftwood.builder.head.data import Examples, collect, load_frozen, mix, sample_responses, soft_labels
+from draftwood.builder.head.state import Collected
 from draftwood.builder.head.train import HELD_OUT, acceptance_loss, fit, gather, judge
 from draftwood.builder.head.training import HeadResult, HeadTraining
 from draftwood.builder.progress import Step
@@ -37,6 +39,34 @@ def seeded(seed: int = 0) -> torch.Generator:
 def pair(tiny_pair: Path) -> tuple[Llama, Llama]:
     target, draft = (load_frozen(Checkpoint(tiny_pair / role), 128) for role in bindings.ROLES)
     return target, draft
+
+
+def test_an_interrupted_training_goes_on_and_gives_the_same_head(
+    tiny_pair: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    small: dict[str, int] = {"texts": 6, "batch_size": 2, "epochs": 1, "max_new_tokens": 6, "layers": 1}
+    models, prompts = (tiny_pair / "target", tiny_pair / "draft"), ["one", "two", "three", "four"]
+    plain, resumed = (HeadTraining(*models, tmp_path / name, **small) for name in ("plain", "resumed"))  # type: ignore[arg-type]
+    train_module.train_head(plain, prompts, quiet)
+    calls, titles = list[int](), list[str]()
+
+    def collected_twice(*arguments: Any) -> Examples:
+        calls.append(1)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        return collect(*arguments)
+
+    def listen(step: Step) -> Any:
+        titles.append(step.title)
+        return lambda: None
+
+    monkeypatch.setattr(train_module, "collect", collected_twice)
+    with pytest.raises(KeyboardInterrupt):
+        train_module.train_head(resumed, prompts, quiet)
+    train_module.train_head(resumed, prompts, listen)
+    assert len(calls) == 5 and any("has the examples of 1 batches" in title for title in titles)
+    heads = [(options.output / "head.safetensors").read_bytes() for options in (plain, resumed)]
+    assert heads[0] == heads[1] and sorted(tmp_path.iterdir()) == [plain.output, resumed.output]
 
 
 # Labels
@@ -74,7 +104,9 @@ def test_texts_end_where_generation_config_says(tiny_pair: Path, tmp_path: Path)
     every = list(range(checkpoints[bindings.TARGET].config.vocab_size))
     (target / "generation_config.json").write_text(json.dumps({"eos_token_id": every}))
     options = HeadTraining(target, tiny_pair / "draft", tmp_path / "head", max_new_tokens=8)
-    examples = gather(options, checkpoints, [[1, 5, 9], [1, 6]], 2, HELD_OUT, quiet, seeded())
+    examples = gather(
+        options, checkpoints, [[1, 5, 9], [1, 6]], 2, HELD_OUT, quiet, seeded(), Collected(options, [], quiet)
+    )
     assert len(examples.p_acc) == 2  # a token of each text
 
 

@@ -91,7 +91,7 @@ def test_no_draft(alone: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert "no draft" in capsys.readouterr().out
     html = tmp_path / "rounds.html"
     said = ["--prompt", COPIES, "--temperature", "0", "--max-tokens", "8"]
-    assert main(["generate", str(alone), *said, "--budget", "fixed", "--explain", str(html)]) == 0
+    assert main(["generate", str(alone), *said, "--speculative", "budget=fixed", "--explain", str(html)]) == 0
     assert "looked up" in html.read_text()
     (tmp_path / "prompts.jsonl").write_text(json.dumps({"prompt": COPIES}) + "\n")
     bench = ["bench", str(alone), "--prompts", str(tmp_path / "prompts.jsonl"), "--repeats", "1", "--json"]

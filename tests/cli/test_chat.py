@@ -65,7 +65,7 @@ def say(terminal: Terminal, line: str) -> str:
 def test_a_conversation_in_a_terminal(endless: Path, tmp_path: Path) -> None:
     """Every command, in one session."""
     file = tmp_path / "saved.json"
-    command = ["chat", str(endless), "--system", "Be brief.", "--budget", "fixed", *SHORT]
+    command = ["chat", str(endless), "--system", "Be brief.", "--speculative", "budget=fixed", *SHORT]
     with in_terminal(command, tmp_path) as terminal:
         assert "/help" in terminal.wait_for(SIGN)
         assert "no answer yet" in say(terminal, "/stats")

@@ -37,7 +37,7 @@ def prompts(tmp_path: Path) -> Path:
 def test_build_inspect_generate(tiny_pair: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     bundle = tmp_path / ("bundle of " + "a" * 80)
     pair = ["--target", str(tiny_pair / "target"), "--draft", str(tiny_pair / "draft")]
-    options = ["--backend", "onnxruntime", "--max-length", "200", "--widths", "1,4,16"]
+    options = ["--backend", "onnxruntime", "--precision", "fp32", "--max-length", "200", "--widths", "1,4,16"]
     assert main(["build", *pair, "--output", str(bundle), *options]) == 0
     shown = capsys.readouterr().out
     assert f"Next: draftwood generate '{bundle}' --prompt" in shown, "a line that can be copied"
@@ -55,7 +55,7 @@ def test_build_inspect_generate(tiny_pair: Path, tmp_path: Path, capsys: pytest.
     assert shown["bits_per_weight"] == {"target": 32, "draft": 32}
     assert shown["max_length"] == 200 and shown["obstacles"] == {"target": None, "draft": None}
     assert (shown["costs"]["source"], shown["costs"]["differences"]) == ("measured here", [])
-    assert main(["generate", str(bundle), "--prompt", "hello", "--budget", "fixed", *GREEDY]) == 0
+    assert main(["generate", str(bundle), "--prompt", "hello", "--speculative", "budget=fixed", *GREEDY]) == 0
     text, summary = capsys.readouterr()
     assert text.endswith("\n") and "acceptance" in summary
 
@@ -109,10 +109,10 @@ def test_json_is_one_object_and_speculation_changes_nothing(
     outputs = []
     for extra in (
         ["--no-speculation"],
-        ["--budget", "fixed"],
+        ["--speculative", '{"budget": "fixed"}'],
         [],
         ["--grow", "chain", "--max-draft-len", "3"],
-        ["--merge", "gsd"],
+        ["--speculative", "gsd"],
     ):
         assert main(["generate", str(tiny_bundle), "--prompt", "hello", "--json", *GREEDY, *extra]) == 0
         outputs.append(json.loads(capsys.readouterr().out))
@@ -164,15 +164,13 @@ def test_bench_counts_every_request_from_zero(
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [
-        ("generate nowhere --prompt x", "build a bundle there"),
+        ("generate nowhere --prompt x", "give the folder of a bundle"),
         ("generate BUNDLE --prompt x --temperature -1", "temperature"),
         ("generate BUNDLE --prompt x --max-tokens 0", "max_tokens"),
         ("generate BUNDLE --prompt x --top-p 1.5", "top_p"),
         ("generate BUNDLE --prompt x --top-p 0", "top_p"),
         ("generate BUNDLE --prompt x --min-p 2", "min_p"),
         ("generate BUNDLE --prompt x --stop-token-ids 99999", "stop_token_ids"),
-        ("generate BUNDLE --prompt x --grow topk --verify block", "verify='match'"),
-        ("generate BUNDLE --prompt x --grow dyspec --merge gsd --verify traversal", "verify='match'"),
         ("generate BUNDLE --prompt x --max-draft-len 0", "max_draft_len"),
         ("generate BUNDLE --prompt x --max-total-draft-tokens 500", "widest pass"),
         ("generate BUNDLE --prompt x --provider cuda", "onnxruntime-gpu"),
@@ -182,30 +180,29 @@ def test_bench_counts_every_request_from_zero(
         ("profile BUNDLE --contexts 64,0", "contexts must be at least 1"),
         ("generate BUNDLE --prompt-file missing.txt", "missing.txt"),
         ("generate BUNDLE --chat hello", "no chat template, which --chat needs: use --prompt"),
-        ("generate nowhere --prompt x", "with draftwood build"),
-        ("generate BUNDLE --prompt x --topology -1,0", "topology must hold numbers from 0"),
-        ("generate BUNDLE --prompt x --topology=-1,0", "topology must hold numbers from 0"),
-        ("generate BUNDLE --prompt x --branching -2,2", "branching"),
+        ("generate nowhere --prompt x", "nor a model"),
+        ('generate BUNDLE --prompt x --speculative {"topology":[-1]}', "topology must hold numbers from 0"),
+        ("generate BUNDLE --prompt x --speculative gsd --grow topk", "write both into --speculative"),
+        ("generate BUNDLE --prompt x --grow chian", "did you mean chain?"),
+        ("generate BUNDLE --prompt x --precision int8", "precision is a choice of the build, and BUNDLE is a bundle"),
+        ("serve BUNDLE --draft x", "draft is a choice of the build"),
         ("generate BUNDLE --prompt x --stop-token-ids -1,-2", "stop_token_ids"),
         ("profile BUNDLE --contexts -5,64", "contexts must be at least 1"),
         ("build --target PAIR/target --draft PAIR/draft --output OUT --widths -1,4", "widths must ascend from 1"),
         ("generate BUNDLE --prompt x --no-speculation --max-draft-len 4", "--no-speculation makes --max-draft-len use"),
         ("chat BUNDLE --grow chain --no-speculation", "--no-speculation makes --grow useless"),
         ("chat BUNDLE --draft-threads 2 --no-speculation", "--no-speculation makes --draft-threads useless"),
-        ("serve BUNDLE --verify match --no-speculation --port 0", "--no-speculation makes --verify useless"),
+        ("serve BUNDLE --speculative gsd --no-speculation --port 0", "--no-speculation makes --speculative useless"),
         ("generate BUNDLE --prompt x --logprobs 2", "--logprobs needs --json"),
         ("bench BUNDLE --prompts PROMPTS --stop x", "use --stop-token-ids or --max-tokens"),
         ("inspect BUNDLE --chat-template --json", "leave it out, or --json"),
         ("inspect BUNDLE --chat-template --open", "leave it out, or --open"),
-        ("inspect nowhere", "not a folder"),
+        ("inspect nowhere", "neither a bundle nor a model"),
+        ("inspect model.gguf", "model.gguf is a model: its first use, such as draftwood chat, builds a bundle"),
         ("bench BUNDLE --prompts missing.jsonl", "missing.jsonl"),
         ("bench BUNDLE --prompts PROMPTS --output OUT/figures.json", "--output"),
-        ("bench BUNDLE --prompts PROMPTS --configs chain:x", "chain:4"),
         ("bench BUNDLE --prompts PROMPTS --configs spiral:4", "configuration 'spiral:4': grow must be one of"),
         ("bench BUNDLE --prompts PROMPTS --configs auto,", "chain:4"),
-        ("bench BUNDLE --prompts PROMPTS --configs k-ary/branching=x", "chain:4"),
-        ("bench BUNDLE --prompts PROMPTS --configs k-ary:16", "write k-ary/branching=4-2-1"),
-        ("bench BUNDLE --prompts PROMPTS --configs chain:4/colour=red", "colour"),
         ("build --target nowhere --draft nowhere --output OUT", "checkpoint folder"),
         ("build --target PAIR/target --draft PAIR/draft --output OUT --backend abacus", "abacus"),
         ("build --target PAIR/target --draft PAIR/draft --output OUT --max-length 99999", "ask for at most"),
@@ -223,7 +220,7 @@ def test_a_mistake_is_one_clear_line_and_exit_code_2(
 ) -> None:
     names = {"BUNDLE": tiny_bundle, "PAIR": tiny_pair, "PROMPTS": prompts, "OUT": tmp_path / "out"}
     for name, path in names.items():
-        arguments = arguments.replace(name, str(path))
+        arguments, named = arguments.replace(name, str(path)), named.replace(name, str(path))
     assert main(arguments.split()) == 2
     error = capsys.readouterr().err
     assert error.startswith("draftwood: error: ") and named in error and error.count("\n") == 1
@@ -262,13 +259,13 @@ def test_prompt_files_are_checked(
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [
-        ([], "required: COMMAND"),
+        (["run", "x"], "there is no command 'run'; write draftwood chat MODEL"),
         (["fly"], "invalid choice: 'fly'"),
         (["genrate"], "did you mean generate?"),
-        (["generate", "x", "--prompt", "y", "--verify", "traversel"], "did you mean traversal?"),
-        (["generate", "x", "--prompt", "y", "--grow", "-1,0"], "invalid choice: '-1,0'"),
+        (["generate", "x", "-p", "y", "--merge", "gsd"], "write --speculative merge=..."),
+        (["generate", "-m", "x", "-p", "y"], "write the model without -m"),
         (["genera\x1b[2Jte"], "invalid choice: 'genera\\x1b[2Jte'"),
-        (["generate"], "required: bundle"),
+        (["generate"], "required: MODEL"),
         (["generate", "x"], "--prompt"),
         (["build", "--widths", "1,x"], "whole numbers separated by commas, such as 1,2,4, not '1,x'"),
         (["bench", "x", "--prompts", "y", "--repeats", "0"], "--repeats: write a whole number, at least 1, not '0'"),

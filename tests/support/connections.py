@@ -15,7 +15,7 @@ from serving import Served
 
 LINUX = sys.platform == "linux"
 ROOM, RESERVE = 24, 16  # connections that the server accepts, and further ones for requests of its state
-SLOW = ("--served-model-name", "small", "--grow", "chain", "--budget", "fixed")  # drafts in vain: seconds for LONG
+SLOW = ("--served-model-name", "small", "--speculative", "chain,budget=fixed")  # drafts in vain: seconds for LONG
 OPTIONS = (*SLOW, "--max-running", "1", "--max-waiting", "60", "--max-connections", str(ROOM))
 LONG = {"model": "small", "prompt": "hello", "max_tokens": 900, "ignore_eos": True, "temperature": 0}
 SHORT = {**LONG, "max_tokens": 3}

@@ -19,7 +19,6 @@ from time import perf_counter
 
 from benchmarks.peers.protocol import MANY, Generation, PeerOptions, serve
 from draftwood import builder, models, plugins
-from draftwood.cli.bench import parse_config
 from draftwood.models.bindings import DRAFT, TARGET
 from draftwood.runtime import LLM, AsyncLLM, StreamChunk
 from draftwood.runtime.bundle.bundle import EngineBundle
@@ -29,6 +28,7 @@ from draftwood.runtime.decoding.stats import SpecDecodeStats
 from draftwood.runtime.sampling.params import SamplingParams
 from draftwood.runtime.sampling.random import seeded_streams
 from draftwood.runtime.sampling.sampler import Sampler
+from draftwood.runtime.speculation.named import parse
 from draftwood.runtime.speculation.planning.cost import assumed
 
 TREES = ("topk:7", "topk:11", "topk:15")  # passes of 8, 12 and 16 rows
@@ -61,7 +61,7 @@ class Draftwood:
             return asyncio.run(self._generate_all(method, prompts, params))
         (prompt,) = prompts
         if method not in self._decoders:
-            config, length = parse_config(method), self._bundle.manifest.max_length
+            config, length = parse(method), self._bundle.manifest.max_length
             self._decoders[method] = SpeculativeDecoder(*self._engines, config, length, (), self._costs)
         stats = SpecDecodeStats()
         start = perf_counter()
@@ -73,7 +73,7 @@ class Draftwood:
 
     async def _generate_all(self, method: str, prompts: list[list[int]], params: SamplingParams) -> Generation:
         served = self._serve(len(prompts))
-        config = parse_config(method)
+        config = parse(method)
 
         async def collect(prompt: list[int]) -> list[StreamChunk]:
             return [chunk async for chunk in served.generate(prompt, params, speculative=config)]

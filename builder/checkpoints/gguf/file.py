@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +33,13 @@ PLAIN: dict[int, np.dtype[Any]] = {
 }
 CHUNK = 1 << 22  # numbers that are read and dequantised together
 MOST_SHARDS = 1024
+SAMPLING = {
+    "temperature": "temp",
+    "top_p": "top_p",
+    "top_k": "top_k",
+    "min_p": "min_p",
+    "repetition_penalty": "penalty_repeat",
+}
 PART = re.compile(r"(.*)-(\d{5})-of-(\d{5})(\.gguf)", re.IGNORECASE | re.DOTALL)
 
 
@@ -61,6 +68,13 @@ class GgufFile:
     def more_eos_ids(self) -> tuple[int, ...]:
         """Ids that GGUF has a key for, and ids of control tokens whose names mark the end of a turn or a text."""
         return ends_of_text(self._metadata)
+
+    def sampling(self) -> Mapping[str, Any]:
+        """The keys of newer files, by their names in a generation_config.json."""
+        return {
+            name: self._metadata.get(f"general.sampling.{key}", int if key == "top_k" else float)
+            for name, key in SAMPLING.items()
+        }
 
     def write_tokenizer(self, destination: Path) -> Tokenizer:
         return write_tokenizer(self._metadata, destination)

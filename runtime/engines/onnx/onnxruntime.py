@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from ....models import bindings
 from ....models.errors import EngineError
+from ....plugins.installation import install
 from ..base import EngineSpec, ForwardOutput, KVCache, SoloEngine, TokenBatch, check_cache, closed_error
 from ..cache import StackedKVCache
 from ..feeds import feed, output_of
@@ -110,7 +111,7 @@ class OnnxRuntimeEngine(SoloEngine):
         try:
             import onnxruntime
         except ModuleNotFoundError as error:
-            raise EngineError("this bundle needs ONNX Runtime: pip install 'draftwood[cpu]'") from error
+            raise EngineError(f"this bundle needs ONNX Runtime: {install('cpu')}") from error
         if provider not in PROVIDERS:
             raise EngineError(f"provider {provider!r} is unknown; choose one of {', '.join(PROVIDERS)}")
         options = onnxruntime.SessionOptions()

@@ -17,6 +17,7 @@ from fastapi import FastAPI
 from fastapi.responses import HTMLResponse, Response
 
 from ...inspection.explain_style import STYLE
+from ...sampling.params import SamplingParams
 from .reference import reference
 
 CHAT, REFERENCE = "/", "/docs"
@@ -29,12 +30,14 @@ SAFETY = {
 }
 
 
-def add_pages(app: FastAPI) -> None:
-    """Add both pages. They contain nothing of the bundle, so they need no API key."""
+def add_pages(app: FastAPI, defaults: SamplingParams) -> None:
+    """Add both pages. They contain nothing of the bundle but its sampling settings, so they need no API key."""
+
+    talk = chat_page(defaults)
 
     @app.get(CHAT, include_in_schema=False)
     async def chat() -> Response:
-        return chat_page()
+        return talk
 
     @cache
     def described() -> Response:
@@ -45,10 +48,13 @@ def add_pages(app: FastAPI) -> None:
         return described()
 
 
-@cache
-def chat_page() -> Response:
-    """The chat page. An explanation that the page opens inherits its policy, which therefore allows that style, too."""
-    return page(files(__package__).joinpath("chat.html").read_text(encoding="utf-8"), (STYLE,))
+def chat_page(defaults: SamplingParams) -> Response:
+    """The chat page, with the settings that its fields begin with. An explanation that the page opens inherits its
+    policy, which therefore allows that style, too."""
+    text = files(__package__).joinpath("chat.html").read_text(encoding="utf-8")
+    for name in ("temperature", "top_p", "max_tokens"):
+        text = text.replace(f'"{name.upper()}"', f'"{getattr(defaults, name)}"')
+    return page(text, (STYLE,))
 
 
 def page(html: str, other_styles: Sequence[str] = ()) -> Response:

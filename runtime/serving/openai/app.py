@@ -81,7 +81,7 @@ def create_app(
         "/detokenize": tokens.detokenize,
     }
     if with_pages:
-        add_pages(app)
+        add_pages(app, async_llm.llm.get_default_sampling_params())
         add_explanations(app, ExplainApi(async_llm, api.other_model, request_seconds))
     for path, route in posted.items():
         app.add_api_route(path, route, methods=["POST"], response_class=Response, responses=ANSWERS)

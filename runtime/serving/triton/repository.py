@@ -32,7 +32,7 @@ README = """# {name}
 A draftwood bundle behind Triton Inference Server: a decoupled python-backend model with the tensor names of
 TensorRT-LLM. The bundle is {bundle}.
 
-If draftwood[triton] is installed, start the model by adding `--run` to the command that wrote it. Otherwise use any
+If the extra `triton` is installed, start the model by adding `--run` to the command that wrote it. Otherwise use any
 tritonserver whose Python has draftwood installed (in explicit mode, so that the model can be loaded again if its
 process dies)
 

@@ -22,8 +22,9 @@ from types import TracebackType
 from typing import NamedTuple
 
 from ....models.errors import EngineError
+from ....plugins.installation import install
 
-INSTALL = "pip install 'draftwood[triton]'"
+INSTALL = install("triton")
 STUB = "triton_python_backend_stub"
 BACKEND_FILES = ("libtriton_python.so", "triton_python_backend_utils.py")
 SHARED_MEMORY = Path("/dev/shm")

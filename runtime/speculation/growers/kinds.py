@@ -18,6 +18,13 @@ DRAWN_GRAPH = "drawn graph"  # merged branches share their draws
 LOOKUP = "lookup"
 CHOSEN_GRAPH = "chosen graph"  # tokens are chosen by probability, or merges by the drawn tokens
 
+WHY = {  # what a rule of acceptance would have to assume of a proposal
+    DRAWN_CHAIN: "tokens are drawn one after the other",
+    DRAWN_TREE: "siblings are drawn without replacement, where block verification assumes a chain",
+    DRAWN_GRAPH: "merged branches share their draws, where traversal and block verification assume independent ones",
+    CHOSEN_GRAPH: "tokens are chosen or linked by probability and not drawn from q, as rules with p/q assume",
+}
+
 
 class Growth(NamedTuple):
     """The arguments of a grower. size: most tokens. depth: greatest depth. width: most nodes of a draft pass. shape:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -11,15 +12,15 @@ from typing import Any
 
 import pytest
 from adapters import write_adapter
-from bundling import ROOT
+from bundling import ROOT, own_cache
 from checkpoints import write_checkpoint, write_tokenizer
 from huggingface_hub import close_session, constants
 from stand_in_hub import COMMIT, StandIn, stand_in
 
 from draftwood.builder.checkpoints.hub import ADAPTER, MEGABYTE, MODEL, HubId, Kind, Meter, hub_id, local_folder
 from draftwood.builder.progress import Step
-from draftwood.cli.build import folder_or_id
 from draftwood.cli.main import main
+from draftwood.cli.options import folder_or_id
 from draftwood.models.errors import CheckpointError
 from draftwood.runtime.bundle.bundle import EngineBundle
 
@@ -110,6 +111,20 @@ def test_a_build_from_ids(hub: StandIn, tmp_path: Path, capsys: pytest.CaptureFi
     assert sorted(hub.asked) == sorted(f"{name}/{file}" for name, files in wanted.items() for file in files)
 
 
+def test_an_id_is_built_into_the_cache_once(
+    hub: StandIn, tmp_path_factory: pytest.TempPathFactory, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Under its own name, which a download's folder does not have."""
+    folders = []
+    with own_cache(tmp_path_factory.mktemp("cache")):
+        for told in (True, False):
+            assert main(["build", "--target", "org/target@v2", "--max-length", "128", "--json"]) == 0
+            out, notes = capsys.readouterr()
+            folders.append(Path(json.loads(out)["bundle"]))
+            assert ("Building a bundle of target@v2, once" in notes) == told
+    assert folders[0] == folders[1] and folders[0].name.startswith("target-v2-")
+
+
 @pytest.mark.full
 def test_a_process_of_its_own(hub: StandIn, tmp_path: Path) -> None:
     """With HF_ENDPOINT and HF_HOME, as users set them."""
@@ -132,7 +147,7 @@ def test_what_is_in_the_cache_is_not_asked_for_again(hub: StandIn, monkeypatch: 
     assert again.steps == first.steps and not hub.asked
     point_to(NOBODY, monkeypatch)
     assert local_folder(Path("org/draft.2"), MODEL, offline.begin) == folder
-    assert offline.steps == [["Taking org/draft.2 from the cache: the Hub cannot be reached", 1, 1]]
+    assert offline.steps == [["Taking org/draft.2 from the cache: the Hub cannot be reached", 0, 0]]
 
 
 def test_megabytes_of_a_download_are_shown(hub: StandIn) -> None:
@@ -172,7 +187,7 @@ def test_files_of_two_commits_are_not_mixed(hub: StandIn, monkeypatch: pytest.Mo
 def test_without_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
     message = refused("org/name")
-    assert message.startswith("org/name is no folder here. If it is an id of the Hugging Face Hub, pip install 'draft")
+    assert message.startswith("org/name is no folder here. If it is an id of the Hugging Face Hub, pip install ")
     assert "or get it where there is a network, and give the folder: hf download org/name" in message
 
 

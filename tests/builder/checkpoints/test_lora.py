@@ -134,7 +134,7 @@ def test_engines_of_merged_models_compute_what_transformers_does(
     bundle, text = tmp_path / "bundle", random_text(40)
     pair = ["--target", str(plain), "--draft", str(plain), "--output", str(bundle), "--backend", "onnxruntime"]
     adapters = ["--lora", str(folders["target"]), "--draft-lora", str(folders["draft"])]
-    assert main(["build", *pair, *adapters, "--no-profile", "--widths", "1,4"]) == 0
+    assert main(["build", *pair, *adapters, "--no-profile", "--precision", "fp32", "--widths", "1,4"]) == 0
     assert "The target: the adapter target-lora is merged" in capsys.readouterr().out
     assert Checkpoint(plain, folders["target"]).notes == (
         "the adapter target-lora is merged (matrices changed: 5, tensors replaced: 0)",

@@ -17,6 +17,7 @@ from bundling import resigned
 from draftwood.cli.main import main
 from draftwood.models.bindings import DRAFT, TARGET
 from draftwood.models.errors import BundleError, ConfigError
+from draftwood.plugins.installation import install
 from draftwood.plugins.native.compile import SOURCE
 from draftwood.runtime.bundle.bundle import COSTS, MANIFEST, EngineBundle, checksum
 from draftwood.runtime.bundle.watch import BundleWatch
@@ -62,7 +63,7 @@ def test_a_bundle_reads_back_what_was_written(tiny_bundle: Path) -> None:
 @pytest.mark.parametrize(
     ("damage", "named"),
     [
-        (lambda b: shutil.rmtree(b), "not a folder"),
+        (lambda b: shutil.rmtree(b), "neither a bundle nor a model"),
         (lambda b: (b / MANIFEST).unlink(), "did not finish"),
         (lambda b: (b / MANIFEST).write_text("{"), "unreadable"),
         (lambda b: (b / MANIFEST).write_bytes(b"\xff\xfe"), "unreadable"),
@@ -186,7 +187,7 @@ def test_a_bundle_of_the_removed_engine_is_refused_by_name(tiny_bundle: Path, tm
     resigned(folder, lambda content: content["engines"]["target"].update(backend="openvino"))
     with pytest.raises(BundleError, match=r"target was built for openvino.*--backend native.*onnxruntime") as caught:
         EngineBundle.open(folder)
-    assert "pip install 'draftwood[native]'" in str(caught.value)
+    assert f"{install('native')}" in str(caught.value)
 
 
 def test_a_provider_that_would_be_ignored_is_refused(tiny_bundle: Path) -> None:

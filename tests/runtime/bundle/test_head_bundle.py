@@ -29,6 +29,7 @@ from draftwood.models import bindings
 from draftwood.models.acceptance_head import AcceptanceHead, read_head
 from draftwood.models.errors import BundleError, CheckpointError, ConfigError, DraftwoodError, EngineError
 from draftwood.models.head_config import HeadConfig
+from draftwood.plugins.installation import install
 from draftwood.runtime.bundle.bundle import EngineBundle
 from draftwood.runtime.engines.passes import causal_batch
 from draftwood.runtime.llm import LLM
@@ -238,7 +239,7 @@ def test_train_head_then_build(
     bundle = ["--output", str(tmp_path / "bundle"), "--acceptance-head", str(tmp_path / "head"), "--widths", "1,8,16"]
     assert main(["build", *arguments[1:5], *bundle]) == 0
     generate = ["generate", str(tmp_path / "bundle"), "--prompt", "hello", "--temperature", "0", "--max-tokens", "8"]
-    assert main([*generate, "--stop-rule", "specdec++", "--json"]) == 0
+    assert main([*generate, "--speculative", "stop_rule=specdec++", "--json"]) == 0
 
 
 def test_json_is_one_object(arguments: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -276,4 +277,4 @@ def test_a_missing_package_is_named(
     for name in imported:
         monkeypatch.delitem(sys.modules, name)
     assert main(arguments) == 2
-    assert "pip install 'draftwood[build,cpu]'" in capsys.readouterr().err
+    assert f"{install('build', 'cpu')}" in capsys.readouterr().err

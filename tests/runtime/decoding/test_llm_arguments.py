@@ -59,7 +59,7 @@ async def asynchronous(served: AsyncLLM, given: Any, prompt: Any = "hello") -> N
 
 
 def test_no_settings_of_a_stream_are_the_defaults(llm: LLM) -> None:
-    chunks = llm.stream("hello", None)  # type: ignore[arg-type]
+    chunks = llm.stream("hello", None)
     assert next(chunks).token_ids
 
 

@@ -109,7 +109,7 @@ def test_a_tree_of_64_tokens_is_drawn() -> None:
 OPTIONS = ["--temperature", "0", "--max-tokens", "12", "--ignore-eos"]
 
 
-@pytest.mark.parametrize("extra", [[], ["--grow", "topk", "--merge", "gsd"], ["--no-speculation"]])
+@pytest.mark.parametrize("extra", [[], ["--speculative", "topk,merge=gsd"], ["--no-speculation"]])
 def test_the_command_writes_a_page(
     tiny_bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], extra: list[str]
 ) -> None:

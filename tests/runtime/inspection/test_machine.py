@@ -12,6 +12,7 @@ import pytest
 
 from draftwood.cli import inspect
 from draftwood.cli.main import main
+from draftwood.plugins.installation import install
 from draftwood.runtime.engines.gpus import Driver, Gpu
 from draftwood.runtime.inspection import machine
 from draftwood.runtime.inspection.machine import Surroundings, abilities, cuda_of_torch, is_library, look_around
@@ -66,20 +67,19 @@ def test_what_is_not_installed_has_no_version() -> None:
 @pytest.mark.parametrize(
     ("versions", "said"),
     [
-        (without("onnxruntime-gpu"), "onnxruntime-gpu is not installed: pip install 'draftwood[gpu]'"),
+        (without("onnxruntime-gpu"), f"onnxruntime-gpu is not installed: {install('gpu')}"),
         (
             without("onnxruntime-gpu", onnxruntime="1.32.0"),
-            "onnxruntime 1.32.0 is installed, no CUDA provider: pip uninstall onnxruntime; "
-            "pip install 'draftwood[gpu]'",
+            f"onnxruntime 1.32.0 is installed, no CUDA provider: pip uninstall onnxruntime; {install('gpu')}",
         ),
         (
             without(onnxruntime="1.32.0"),
             "onnxruntime 1.32.0 is installed, onnxruntime overwrites onnxruntime-gpu, in the same folder: "
-            "pip uninstall onnxruntime onnxruntime-gpu; pip install 'draftwood[gpu]'",
+            f"pip uninstall onnxruntime onnxruntime-gpu; {install('gpu')}",
         ),
         (
             without(**{"onnxruntime-gpu": "1.24.4"}),
-            "the CUDA provider of 1.24.4 lacks operators: pip install -U 'draftwood[gpu]'",
+            f"the CUDA provider of 1.24.4 lacks operators: {install('gpu')}",
         ),
     ],
 )
@@ -110,17 +110,15 @@ def test_tensorrt_rtx_has_no_hopper() -> None:
 
 @pytest.mark.parametrize("engine", ["tensorrt", "tensorrt-rtx"])
 def test_packages_of_plans_are_named(engine: str) -> None:
-    said = tuple(
-        f"{package} is not installed: pip install 'draftwood[{engine}]'" for package in (engine, "cuda-bindings")
-    )
+    said = tuple(f"{package} is not installed: {install(engine)}" for package in (engine, "cuda-bindings"))
     assert obstacles(engine, versions=without(*(engine, "cuda-bindings"))) == said
 
 
 def test_torch_without_cuda_is_named() -> None:
     (said,) = obstacles("torch on CUDA", torch_cuda=None)
     assert said.startswith("torch 2.13.0 is a build without CUDA: pip install")
-    assert obstacles("torch", versions=without("torch")) == ("torch is not installed: pip install 'draftwood[build]'",)
-    assert obstacles("torch on CUDA", versions=without("triton"))[0].endswith("pip install 'draftwood[kernel]'")
+    assert obstacles("torch", versions=without("torch")) == (f"torch is not installed: {install('build')}",)
+    assert obstacles("torch on CUDA", versions=without("triton"))[0].endswith(f"{install('kernel')}")
 
 
 def test_a_cpu_backend_says_what_it_lacks() -> None:

@@ -302,7 +302,7 @@ def test_memory_for_caches_lowers_what_runs(llm: LLM) -> None:
 
 def test_a_bundle_is_opened_and_closed_with_it(tiny_bundle: Path) -> None:
     async def one() -> list[int]:
-        with AsyncLLM.open(tiny_bundle, speculative=None) as served:
+        with AsyncLLM(tiny_bundle, speculative=None) as served:
             with pytest.raises(ConfigError, match="without its draft"):
                 served.generate("x", speculative=SpeculativeConfig())
             return tokens_of(await collect(served.generate("hello", GREEDY)))
@@ -311,4 +311,4 @@ def test_a_bundle_is_opened_and_closed_with_it(tiny_bundle: Path) -> None:
         assert asyncio.run(one()) == llm.generate("hello", GREEDY)[0].token_ids
     for wrong in ({"max_pause_ms": 0}, {"prefix_cache_slots": -1}, {"kv_cache_bytes": 1}):
         with pytest.raises(ConfigError):
-            AsyncLLM.open(tiny_bundle, **wrong)
+            AsyncLLM(tiny_bundle, **wrong)

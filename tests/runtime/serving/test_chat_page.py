@@ -17,6 +17,7 @@ from serving import Served, served, with_chat_template
 pytest.importorskip("fastapi", reason="needs the [serve] extra")
 httpx = pytest.importorskip("httpx", reason="needs httpx")
 
+from draftwood.runtime.sampling.params import SamplingParams  # noqa: E402
 from draftwood.runtime.serving.http.pages import chat_page  # noqa: E402 - only where it is installed
 
 KEY = "secret"
@@ -37,7 +38,7 @@ def bundle(tiny_bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def server(bundle: Path, browser: Browser) -> Iterator[Served]:
-    with served(bundle, "--api-key", KEY, "--budget", "fixed") as running:
+    with served(bundle, "--api-key", KEY, "--speculative", "budget=fixed") as running:
         yield running
 
 
@@ -74,7 +75,7 @@ def test_a_conversation_from_the_key_to_the_rounds(server: Served, browser: Brow
     assert page.run("document.getElementById('unlock').hidden && document.getElementById('mode').value") == "chat"
     assert page.run("[document.cookie, localStorage.length, sessionStorage.length].join()") == ",0,0"
 
-    fill(page, seed="7", temperature="1", limit="24", system="be brief")
+    fill(page, seed="7", temperature="1", top_p="1", limit="24", system="be brief")
     first = ask(page, "hello")
     messages = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "hello"}]
     assert first == answered(server, messages) and first
@@ -169,7 +170,7 @@ def hostile(piece: str) -> Iterator[Hostile]:
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
-            page = chat_page()
+            page = chat_page(SamplingParams())
             content = bytes(page.body) if self.path == "/" else json.dumps({"data": [{"id": piece}]}).encode()
             self.reply(200, page.headers.items() if self.path == "/" else (), content)
 

@@ -24,7 +24,7 @@ openai = pytest.importorskip("openai", reason="needs the openai package")
 httpx = pytest.importorskip("httpx", reason="needs httpx")
 
 MODEL = "tiny"
-FIXED = ("--budget", "fixed")
+FIXED = ("--speculative", "budget=fixed")
 LONG: dict[str, Any] = {"model": MODEL, "prompt": "hello", "max_tokens": 900, "extra_body": {"ignore_eos": True}}
 ABORTED = 'draftwood_requests_total{finish_reason="abort"}'
 PICKY_TEMPLATE = """{% if messages[0].role == 'system' %}{{ raise_exception('no system message, please') }}{% endif %}

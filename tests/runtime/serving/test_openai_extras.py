@@ -32,7 +32,16 @@ def bundle(tiny_bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def server(bundle: Path) -> Iterator[Served]:
-    options = ("--budget", "fixed", "--api-key", "secret", "--allowed-origins", PAGE, "--max-body-bytes", "50000")
+    options = (
+        "--speculative",
+        "budget=fixed",
+        "--api-key",
+        "secret",
+        "--allowed-origins",
+        PAGE,
+        "--max-body-bytes",
+        "50000",
+    )
     with served(bundle, *options) as running:
         yield running
 

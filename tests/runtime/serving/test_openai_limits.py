@@ -24,7 +24,7 @@ httpx = pytest.importorskip("httpx", reason="needs httpx")
 
 LONG = {"model": "small", "prompt": "hello", "max_tokens": 900, "ignore_eos": True, "temperature": 0}
 SHORT = {**LONG, "max_tokens": 3}
-SLOW = ("--served-model-name", "small", "--grow", "chain", "--budget", "fixed")  # drafts in vain
+SLOW = ("--served-model-name", "small", "--speculative", "chain,budget=fixed")  # drafts in vain
 PASS_S = 0.05  # of a slow pass: 45 s for LONG
 ABORTED = 'draftwood_requests_total{finish_reason="abort"}'
 

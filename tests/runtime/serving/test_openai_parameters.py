@@ -31,7 +31,7 @@ def bundle(tiny_bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def server(bundle: Path) -> Iterator[Served]:
-    with served(bundle, "--budget", "fixed") as running:
+    with served(bundle, "--speculative", "budget=fixed") as running:
         yield running
 
 

@@ -35,7 +35,7 @@ class Order(BaseModel):
 @pytest.fixture(scope="module")
 def server(tiny_bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     bundle = with_chat_template(tiny_bundle, tmp_path_factory.mktemp("served"))
-    with served(bundle, "--budget", "fixed") as running:
+    with served(bundle, "--speculative", "budget=fixed") as running:
         yield running
 
 

@@ -73,7 +73,7 @@ class Running(dict[str, tuple[Served, Any]]):
     def __missing__(self, kind: str) -> tuple[Served, Any]:
         (self._folder / kind).mkdir()
         bundle = with_chat_template(self._bundle, self._folder / kind, TEMPLATES[kind])
-        server = self._stack.enter_context(served(bundle, "--budget", "fixed"))
+        server = self._stack.enter_context(served(bundle, "--speculative", "budget=fixed"))
         client = openai.OpenAI(base_url=server.url, api_key="none", max_retries=0, timeout=60)
         self._stack.callback(client.close)
         self[kind] = (server, client)

@@ -23,7 +23,9 @@ EXPLAINED = "/v1/completions/explain"
 
 @pytest.fixture(scope="module")
 def server(tiny_bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    with served(with_chat_template(tiny_bundle, tmp_path_factory.mktemp("pages")), "--budget", "fixed") as running:
+    with served(
+        with_chat_template(tiny_bundle, tmp_path_factory.mktemp("pages")), "--speculative=budget=fixed"
+    ) as running:
         yield running
 
 

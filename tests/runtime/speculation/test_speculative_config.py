@@ -11,7 +11,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from draftwood.models.errors import ConfigError
-from draftwood.runtime.speculation.bounds import INTEGERS, MAX_NGRAM, MAX_PROPOSAL, NUMBERS, ONLY_WITH, SHARES, fits
+from draftwood.runtime.speculation.bounds import (
+    INTEGERS,
+    MAX_NGRAM,
+    MAX_PROPOSAL,
+    NAMED,
+    NUMBERS,
+    ONLY_WITH,
+    SHARES,
+    fits,
+)
 from draftwood.runtime.speculation.config import CHOICES, LOSSLESS, SpeculativeConfig
 from draftwood.runtime.speculation.growers import kinds as module
 from draftwood.runtime.speculation.growers.baseline import k_ary
@@ -83,7 +92,8 @@ def test_shares_end_where_they_should(name: str) -> None:
 
 @pytest.mark.parametrize("name", CHOICES)
 def test_names_are_those_there_are(name: str) -> None:
-    assert f"{name} must be one of {', '.join(CHOICES[name])}, not 'other'" in message(**{name: "other"})
+    papers = NAMED if name == "grow" else ()
+    assert f"{name} must be one of {', '.join((*CHOICES[name], *papers))}, not 'other'" in message(**{name: "other"})
     assert f"{name} must be text" in message(**{name: ["chain"]})
     assert len(message(**{name: "x" * 100_000})) < 400
 
