@@ -1,6 +1,5 @@
 PY ?= .venv/bin/python
 DRAFTWOOD := .venv/bin/draftwood
-FOLDERS := builder cli models plugins runtime
 PAIR := models/demo
 BUNDLE := bundles/demo
 LARGE := bundles/demo-110m
@@ -24,13 +23,7 @@ CPU_TORCH = if [ "$$(uname -s)" = Linux ] && [ -z "$$PIP_EXTRA_INDEX_URL" ] && !
 # What checks need on top: every backend and server, so that tests run against the real ones.
 .venv/dev: .venv/ready
 	$(PY) -m pip install -q -c constraints.txt -e '.[cpu,build,completion,kernel,otel,tensorrt-rtx,serve,structured,triton]' --group dev
-	$(LINK)
 	touch $@
-
-# The folders as one package, for mypy, and for a Python into which nothing of this can be installed.
-LINK = mkdir -p build/typing/draftwood && \
-	for folder in $(FOLDERS); do ln -sfn $(CURDIR)/$$folder build/typing/draftwood/$$folder; done && \
-	ln -sfn $(CURDIR)/package/*.py $(CURDIR)/package/py.typed build/typing/draftwood/
 
 BUILD = $(PY) build_engines.py --draft $(PAIR)/draft --acceptance-head $(PAIR)/head --precision fp32
 
@@ -110,8 +103,7 @@ bench: .venv/dev $(BUNDLE)/manifest.json
 
 # Needs no setup: any Python with torch will do, `PY=/path/to/python make gpu-check`.
 gpu-check:
-	@$(LINK)
-	PYTHONPATH=$(CURDIR)/build/typing $(or $(wildcard $(PY)),python3) -m benchmarks.gpu.check $(if $(HALF),--half $(HALF))
+	PYTHONPATH=$(CURDIR)/src $(or $(wildcard $(PY)),python3) -m benchmarks.gpu.check $(if $(HALF),--half $(HALF))
 
 size:
 	@git ls-files '*.py' | xargs wc -l | sort -n

@@ -25,7 +25,6 @@ include_patterns = [
     "models/demo/*.md",
     "models/demo/smollm2/*.md",
     "deploy/dynamo/*.md",
-    "package/*.md",
     "examples/*.md",
 ]
 exclude_patterns = [".*", "build", "bundles"]

@@ -20,7 +20,7 @@ from draftwood import runtime
 from draftwood.runtime import SamplingParams, SpeculativeConfig
 
 DRAFT = "models/demo/smollm2"
-FOLDERS = ("", "docs", "docs/internals", "benchmarks", "models/demo", DRAFT, "deploy/dynamo", "examples", "package")
+FOLDERS = ("", "docs", "docs/internals", "benchmarks", "models/demo", DRAFT, "deploy/dynamo", "examples")
 PAGES = sorted(
     page
     for folder in (
@@ -32,7 +32,6 @@ PAGES = sorted(
         DRAFT,
         "deploy/dynamo",
         "examples",
-        "package",
     )
     for page in (ROOT / folder).glob("*.md")
 )

@@ -13,8 +13,8 @@ from bundling import ROOT
 
 from draftwood.runtime.engines.backends import BACKENDS, REMOVED
 
-FLOORS = ("plugins", "models", "runtime", "builder", "cli", "package")
-FACE = FLOORS[-1]  # the folder of the package `draftwood` itself
+FLOORS = ("plugins", "models", "runtime", "builder", "cli", "src")
+FACE = ROOT / "src" / "draftwood"  # the package itself, which links the others
 # Module -> where it may be imported: files, or folders ending with a slash.
 RESERVED = {
     "onnxruntime": ("runtime/engines/onnx/onnxruntime.py",),
@@ -63,13 +63,13 @@ TRAINING = "models/demo"  # scripts that made the demo pair; nothing imports the
 
 
 def product_files() -> list[Path]:
-    files = [file for floor in FLOORS for file in (ROOT / floor).rglob("*.py")]
+    files = [*FACE.glob("*.py"), *(file for floor in FLOORS[:-1] for file in (ROOT / floor).rglob("*.py"))]
     return [file for file in files if TRAINING not in file.as_posix()]
 
 
 def imports(file: Path) -> Iterator[str]:
     """Absolute names of everything a file imports, "draftwood.…" for its own package."""
-    package = ["draftwood", *(part for part in file.relative_to(ROOT).parent.parts if part != FACE)]
+    package = ["draftwood", *(() if file.parent == FACE else file.relative_to(ROOT).parent.parts)]
     for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)

@@ -49,10 +49,11 @@ def test_the_wheel_holds_nothing_at_top_level_but_the_package(names: set[str]) -
 
 
 def test_the_wheel_holds_every_source_file(names: set[str]) -> None:
-    floors = ("builder", "cli", "models", "package", "plugins", "runtime")
+    floors = ("builder", "cli", "models", "plugins", "runtime")
     files = [file.relative_to(ROOT).as_posix() for floor in floors for file in (ROOT / floor).rglob("*.py")]
-    assert {f"draftwood/{name.removeprefix('package/')}" for name in files} <= names
-    assert {f"draftwood/{floor}/py.typed".replace("package/", "") for floor in floors} <= names
+    assert {f"draftwood/{name}" for name in ("__init__.py", "__main__.py", "py.typed", *files)} <= names
+    assert {f"draftwood/{floor}/py.typed" for floor in floors} <= names
+    assert not [name for name in names if "__pycache__" in name]
 
 
 def test_the_wheel_holds_what_a_demo_a_server_and_the_kernels_need(names: set[str]) -> None:

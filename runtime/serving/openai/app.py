@@ -8,7 +8,6 @@ import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import replace
-from importlib.metadata import version
 from typing import Any, cast
 
 from fastapi import FastAPI, Request
@@ -18,6 +17,7 @@ from starlette.types import ASGIApp
 from uvicorn.middleware.proxy_headers import ProxyHeadersMiddleware
 
 from ....models.errors import DraftwoodError, RequestError, shown
+from ....models.release import own_version
 from ...decoding.scheduler import max_client_places
 from ...prepared import Prepared
 from ...prompt import Prompt
@@ -116,7 +116,7 @@ def add_state(app: FastAPI, async_llm: AsyncLLM) -> None:
 
     @app.get("/version")
     async def release() -> dict[str, str]:
-        return {"version": version("draftwood")}
+        return {"version": own_version()}
 
     @app.head("/metrics", include_in_schema=False)
     @app.get("/metrics", response_class=PlainTextResponse)

@@ -63,9 +63,9 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     """A public name at its first use. Raises AttributeError for other names."""
     if name == "__version__":
-        from importlib.metadata import version
+        from .models.release import own_version
 
-        value: Any = version("draftwood")
+        value: Any = own_version()
     elif name in __all__:
         from . import runtime
 
