@@ -1,80 +1,33 @@
-"""Draftwood's public names. `from draftwood import LLM, SamplingParams` loads the runtime; `import draftwood` loads
-nothing of it."""
+"""Draftwood's public names: those of `draftwood.runtime`, and the version. `import draftwood` loads nothing of it: a
+name is looked up at its first use."""
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .runtime import (
-        LLM,
-        AsyncLLM,
-        BundleError,
-        ChatSession,
-        CheckpointError,
-        CompletionOutput,
-        ConfigError,
-        DraftwoodError,
-        EngineBundle,
-        EngineError,
-        Logprob,
-        QueueFullError,
-        RequestError,
-        RequestOutput,
-        SamplingParams,
-        SpecDecodeStats,
-        SpeculativeConfig,
-        StreamChunk,
-        StructuredOutput,
-        TextPiece,
-        TextPrompt,
-        TokensPrompt,
-    )
+    from .runtime import *  # noqa: F403
 
     __version__: str
 
-__all__ = [
-    "LLM",
-    "AsyncLLM",
-    "BundleError",
-    "ChatSession",
-    "CheckpointError",
-    "CompletionOutput",
-    "ConfigError",
-    "DraftwoodError",
-    "EngineBundle",
-    "EngineError",
-    "Logprob",
-    "QueueFullError",
-    "RequestError",
-    "RequestOutput",
-    "SamplingParams",
-    "SpecDecodeStats",
-    "SpeculativeConfig",
-    "StreamChunk",
-    "StructuredOutput",
-    "TextPiece",
-    "TextPrompt",
-    "TokensPrompt",
-    "__version__",
-]
-
 
 def __getattr__(name: str) -> Any:
-    """A public name at its first use. Raises AttributeError for other names."""
+    """Raises AttributeError for a name that is not public."""
     if name == "__version__":
         from .models.release import own_version
 
         value: Any = own_version()
-    elif name in __all__:
-        from . import runtime
-
-        value = getattr(runtime, name)
     else:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        runtime = import_module(f"{__name__}.runtime")  # `from . import` would ask this function
+
+        names = [*runtime.__all__, "__version__"]
+        if name != "__all__" and name not in names:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        value = names if name == "__all__" else getattr(runtime, name)
     globals()[name] = value
     return value
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return sorted({name for name in globals() if name.startswith("__")} | {*__getattr__("__all__")})
