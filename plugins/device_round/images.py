@@ -1,12 +1,16 @@
-"""The kernels of a round as PTX, which belongs to this package: it depends on no model, and runs on 8.0 and later.
+"""The kernels of a round as PTX, which depends on no model, and runs on 8.0 and later.
 
-`python -m draftwood.plugins.device_round.compile` writes the files of `ptx/` again after a change of a kernel.
+`compile.py` writes it to `ptx/`: when a wheel is built, and at first use in a checkout.
 """
 
 from __future__ import annotations
 
 import functools
+import hashlib
+import os
 import re
+import subprocess
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -81,7 +85,7 @@ KERNELS = {
     "settle": Kernel("remainder", (*LEFT, F64, I64, *[NUMBER] * 3), TREE),
     "commit": Kernel("acceptance", (I32, I32, I32, I32, LONG, *[NUMBER] * 5), {"WORDS": WORD_BLOCK}),
 }
-HEADER = "// Triton {}, shared bytes: {}\n"  # the first line of a file
+HEADER = "// Triton {}, sources {}, shared bytes: {}\n"  # the first line of a file
 
 
 class Image(NamedTuple):
@@ -101,8 +105,38 @@ class Image(NamedTuple):
 
 @functools.cache
 def image(name: str) -> Image:
-    """A kernel of KERNELS."""
+    """A kernel of KERNELS. Raises RuntimeError where the kernels are not compiled and cannot be."""
+    if not is_current(FOLDER):
+        make_images()
     text = (FOLDER / f"{name}.ptx").read_text()
-    found = re.match(HEADER.format(r"\S+", r"(\d+)"), text)
+    found = re.match(HEADER.format(r"\S+", r"\S+", r"(\d+)"), text)
     assert found is not None, f"{name}.ptx has no header"
     return Image(text, (*KERNELS[name].types, U8, U8), int(found[1]))
+
+
+def make_images() -> None:
+    """Compile all kernels in a process of its own, which takes half a minute. Raises RuntimeError."""
+    command = [sys.executable, "-m", f"{__package__}.compile"]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    if done.returncode:
+        last = (done.stderr.strip().splitlines() or ["no message"])[-1]
+        raise RuntimeError(f"the kernels of rounds cannot be compiled to {FOLDER} ({last}): pip install triton, once")
+
+
+@functools.cache
+def sources() -> str:
+    """The digest of what the kernels are compiled from, 16 hexadecimal digits."""
+    content = hashlib.sha256()
+    for file in sorted(Path(__file__).parent.glob("*.py")):
+        content.update(file.read_bytes())
+    return content.hexdigest()[:16]
+
+
+def is_current(folder: Path) -> bool:
+    """Whether a folder has every kernel, compiled from these sources."""
+    try:
+        heads = [(folder / f"{name}.ptx").read_text()[:200] for name in KERNELS]
+    except OSError:
+        return False
+    return all(f", sources {sources()}," in head for head in heads)

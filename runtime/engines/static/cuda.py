@@ -230,7 +230,10 @@ class CudaDevice:
             self._call(function, handle)
 
     def _load_round_kernel(self, kernel: str) -> None:
-        loaded = image(kernel)
+        try:
+            loaded = image(kernel)
+        except RuntimeError as error:
+            raise EngineError(str(error)) from error
         module = self._call("cuModuleLoadData", loaded.text.encode() + b"\0")
         self._round_kernels[kernel] = loaded, self._call("cuModuleGetFunction", module, kernel.encode())
 
