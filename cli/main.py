@@ -155,6 +155,8 @@ class Parser(argparse.ArgumentParser):
         near = nearest(found[1], re.sub(r"['\s]", "", found[2]).split(",")) if found else ""
         if found and found[1] in ELSEWHERE:
             message, near = f"there is no command {found[1]!r}", f"; write {ELSEWHERE[found[1]]}"
+        elif found and message.startswith("argument COMMAND") and ("/" in found[1] or found[1].endswith(".gguf")):
+            message, near = f"there is no command {found[1]!r}", f"; write draftwood chat {found[1]}"
         line = f"{self.prog}: error: {message}{near} (see {self.prog} --help)"
         self.exit(2, printable(line).replace("\n", "\\n") + "\n")
 

@@ -260,6 +260,8 @@ def test_prompt_files_are_checked(
     ("arguments", "named"),
     [
         (["run", "x"], "there is no command 'run'; write draftwood chat MODEL"),
+        (["m.gguf"], "there is no command 'm.gguf'; write draftwood chat m.gguf"),
+        (["-m", "org/name"], "there is no command 'org/name'; write draftwood chat org/name"),
         (["fly"], "invalid choice: 'fly'"),
         (["genrate"], "did you mean generate?"),
         (["generate", "x", "-p", "y", "--merge", "gsd"], "write --speculative merge=..."),
