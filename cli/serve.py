@@ -148,8 +148,9 @@ def run(args: argparse.Namespace) -> int:
 
     keys = api_keys(args.api_key, os.environ.get(API_KEY), args.api_keys_file)
     limit_arenas()
-    name, config, bundle = args.served_model_name or model_of(args).name, speculative(args), bundle_for(args)
-    with bind(args.host, args.port) as listener:
+    name, config = args.served_model_name or model_of(args).name, speculative(args)
+    with bind(args.host, args.port) as listener:  # before a build, which takes longer than to say that a port is taken
+        bundle = bundle_for(args)
         engines = (args.threads, args.draft_threads, args.provider, args.private_weights)
         llm = LLM(bundle, config, *engines)
         warm_up(llm, Console(stderr=True))

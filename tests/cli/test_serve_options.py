@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import socket
 from pathlib import Path
 
 import pytest
 
+from draftwood.cli import serve
 from draftwood.cli.main import arguments, main
 from draftwood.models.errors import ConfigError
 from draftwood.runtime.serving.http.server import bind
@@ -64,3 +66,12 @@ def test_a_local_server_s_options_need_a_local_server(
     assert main(["triton", str(tmp_path), "--output", str(tmp_path / "models"), *option]) == 2
     assert "add --run" in capsys.readouterr().err
     assert not (tmp_path / "models").exists()
+
+
+def test_a_port_that_is_taken_is_told_before_a_model_is_built(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(serve, "bundle_for", lambda args: pytest.fail("built"))
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        assert main(["serve", "m.gguf", "--port", str(taken.getsockname()[1])]) == 2
+    assert "cannot listen on 127.0.0.1 port" in capsys.readouterr().err
