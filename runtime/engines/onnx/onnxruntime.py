@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import importlib.util
+import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,6 +22,9 @@ from ..feeds import feed, output_of
 from ..layout import PassShape, axis_sizes, check_growth
 from .device import DeviceKVCache, DeviceMemory
 from .file import EXTERNAL
+
+# Release 1.32 collects events for Microsoft, and keeps an id of the machine in the user's cache, unless this is set.
+os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
 
 
 class Provider(NamedTuple):
