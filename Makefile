@@ -17,7 +17,7 @@ CPU_TORCH = if [ "$$(uname -s)" = Linux ] && [ -z "$$PIP_EXTRA_INDEX_URL" ] && !
 	python3 -m venv .venv
 	$(PY) -m pip install -q -U pip
 	@$(CPU_TORCH)
-	$(PY) -m pip install -q -c constraints.txt -e '.[cpu,build,serve]'
+	$(PY) -m pip install -q -c constraints.txt -e '.[cpu,build,serve,structured]'
 	touch $@
 
 # What checks need on top: every backend and server, so that tests run against the real ones.

@@ -23,7 +23,6 @@ from typing import Any, NamedTuple
 from ...models.bindings import DRAFT, TARGET
 from ...models.errors import BundleError, ConfigError, shown
 from ...models.plain_files import read_object
-from ...models.printable import shell_word
 from ...models.typed import typed
 from ..engines.backends import BACKENDS, Opening
 from ..engines.base import Engine, EngineSpec
@@ -152,7 +151,7 @@ class EngineBundle:
         except FileNotFoundError as error:
             raise BundleError(
                 f"{folder} has no {MANIFEST}, so it is no bundle or its build did not finish: "
-                f"run draftwood build --output {shell_word(folder)}"
+                "give a bundle, a .gguf file, or the folder of a Hugging Face model with its config.json"
             ) from error
         except (OSError, ValueError) as error:
             raise BundleError(f"{folder / MANIFEST} is unreadable ({error}): rebuild the bundle") from error
