@@ -69,19 +69,16 @@ def run(args: argparse.Namespace) -> int:
     trials = {role: attempt(bundle, role) for role in bundle.manifest.engines}
     costs = costs_of(bundle)
     if args.json:
-        obstacles = {role: trial.obstacle for role, trial in trials.items()}
-        memory = {role: trial.memory for role, trial in trials.items()}
-        bits = {role: round(bits_of_weight(spec), 3) for role, spec in bundle.manifest.engines.items()}
         specs = bundle.manifest.engines
         shown = {
-            "bits_per_weight": bits,
+            "bits_per_weight": {role: round(bits_of_weight(spec), 3) for role, spec in specs.items()},
             "formats": {role: format_of_weight(spec) for role, spec in specs.items()},
             "draft_vocabulary": specs[DRAFT].model.num_logits if bundle.has_draft else None,
             "chat_template": template,
             "chat_templates": templates,
             "memory_of_requests": {role: full_bytes(bundle, role, requests) for role in specs},
-            "obstacles": obstacles,
-            "memory": memory,
+            "obstacles": {role: trial.obstacle for role, trial in trials.items()},
+            "memory": {role: trial.memory for role, trial in trials.items()},
             "costs": costs._asdict() | {"compared": None if costs.compared is None else asdict(costs.compared)},
         }
         print(json.dumps(bundle.manifest.to_json() | shown))

@@ -99,7 +99,7 @@ def arguments(argv: Sequence[str]) -> argparse.Namespace:
     """The parsed arguments; `run` is the function of the command. Ends the program if they are wrong."""
     parser = Parser(prog="draftwood", description="Lossless speculative decoding over compiled engines")
     words = "versions of draftwood and of installed backends"
-    parser.add_argument("--version", action=ShowVersion, nargs=0, help=words)
+    parser.add_argument("--version", action=Printed, const=versions, nargs=0, help=words)
     words = "a script that completes commands and options in bash, zsh, tcsh or another shell that shtab knows"
     parser.add_argument("--print-completion", action=PrintCompletion, metavar="SHELL", help=words)
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
@@ -114,7 +114,8 @@ class Parser(argparse.ArgumentParser):
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options, formatter_class=partial(argparse.HelpFormatter, max_help_position=30))
-        self.add_argument("--help-all", action=HelpAll, nargs=0, default=HIDDEN, help="show every option and exit")
+        every = argparse.ArgumentParser.format_help
+        self.add_argument("--help-all", action=Printed, const=every, nargs=0, default=HIDDEN, help="show every option")
 
     def format_help(self) -> str:
         """The help without the groups of further options."""
@@ -161,11 +162,11 @@ class Parser(argparse.ArgumentParser):
         self.exit(2, printable(line).replace("\n", "\\n") + "\n")
 
 
-class HelpAll(argparse.Action):
-    """Prints every option."""
+class Printed(argparse.Action):
+    """Prints what `const` makes of the parser, computed only when it is asked for, and ends the program."""
 
     def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
-        print(argparse.ArgumentParser.format_help(parser), end="")
+        print(self.const(parser), end="")
         parser.exit()
 
 
@@ -180,13 +181,9 @@ def join_lists(argv: Sequence[str]) -> list[str]:
     return joined
 
 
-class ShowVersion(argparse.Action):
-    """Looks up the versions only when they are printed, because every command parses arguments."""
-
-    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
-        installed = [found for backend in BACKENDS if (found := release(backend)) != backend]
-        print(f"draftwood {own_version()} with {', '.join(installed)}")
-        parser.exit()
+def versions(_: argparse.ArgumentParser) -> str:
+    installed = [found for backend in BACKENDS if (found := release(backend)) != backend]
+    return f"draftwood {own_version()} with {', '.join(installed)}\n"
 
 
 class PrintCompletion(argparse.Action):
@@ -214,7 +211,3 @@ def options_of(parser: argparse.ArgumentParser) -> Iterator[argparse.Action]:
         if isinstance(action, argparse._SubParsersAction):
             for command in action.choices.values():
                 yield from options_of(command)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -195,7 +195,7 @@ def test_no_escape_sequence_of_a_model_reaches_the_terminal(bundle: Path, tmp_pa
     noise = ["--temperature", "100", "--seed", "1", "--ignore-eos", "--max-tokens", "500"]
     chat = ["chat", str(bundle), *noise]
     done = subprocess.run(
-        [sys.executable, "-m", "draftwood.cli.main", *chat, "--json"], input="hello\n", capture_output=True, text=True
+        [sys.executable, "-m", "draftwood", *chat, "--json"], input="hello\n", capture_output=True, text=True
     )
     text = json.loads(done.stdout)["text"]
     hostile = [mark for mark in "\x00\x07\x08\x1b" if mark in text]
@@ -237,7 +237,7 @@ def chat(bundle: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.M
 
 def test_lines_of_a_pipe_are_messages(bundle: Path, chat: Chat) -> None:
     lines = b"hello\n\n  \n/help is no command here\n"
-    command = [sys.executable, "-m", "draftwood.cli.main", "chat", str(bundle), *SHORT]
+    command = [sys.executable, "-m", "draftwood", "chat", str(bundle), *SHORT]
     piped = subprocess.run(command, input=lines, capture_output=True)
     plain, objects = (chat(*SHORT, option, lines=lines) for option in ("--no-speculation", "--json"))
     assert plain.code == piped.returncode == objects.code == 0
@@ -259,7 +259,7 @@ def test_lines_of_a_pipe_are_messages(bundle: Path, chat: Chat) -> None:
 
 
 def test_a_program_gets_each_answer_before_it_sends_the_next_message(bundle: Path) -> None:
-    command = [sys.executable, "-m", "draftwood.cli.main", "chat", str(bundle), "--json", *SHORT]
+    command = [sys.executable, "-m", "draftwood", "chat", str(bundle), "--json", *SHORT]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdin is not None and process.stdout is not None
         for message in ("hello", "again"):

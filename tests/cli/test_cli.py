@@ -324,7 +324,7 @@ def test_the_script_of_the_readme_builds_a_bundle(tiny_pair: Path, tmp_path: Pat
 
 
 def test_a_reader_that_goes_away_is_no_error(tiny_bundle: Path) -> None:
-    generate = f"{sys.executable} -m draftwood.cli.main generate {tiny_bundle} --prompt x --temperature 0 --ignore-eos"
+    generate = f"{sys.executable} -m draftwood generate {tiny_bundle} --prompt x --temperature 0 --ignore-eos"
     command = f"{generate} | head -c 1 >/dev/null"
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True)
     assert "Traceback" not in done.stderr
@@ -333,7 +333,7 @@ def test_a_reader_that_goes_away_is_no_error(tiny_bundle: Path) -> None:
 def test_a_terminal_shows_who_wrote_what(tiny_bundle: Path) -> None:
     """A real pseudo-terminal: accepted draft tokens are green, and no escape sequence of the text gets through."""
     controller, terminal = pty.openpty()
-    command = [sys.executable, "-m", "draftwood.cli.main", "generate", str(tiny_bundle), "--prompt", "hi\x1b[31m there"]
+    command = [sys.executable, "-m", "draftwood", "generate", str(tiny_bundle), "--prompt", "hi\x1b[31m there"]
     environment = {**os.environ, "TERM": "xterm-256color", "COLUMNS": "100"}
     environment.pop("NO_COLOR", None)
     with subprocess.Popen([*command, *GREEDY], stdout=terminal, stderr=subprocess.PIPE, env=environment) as process:

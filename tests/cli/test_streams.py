@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from serving import with_chat_template
 
-COMMAND = f"{sys.executable} -m draftwood.cli.main"
+COMMAND = f"{sys.executable} -m draftwood"
 CLOSED = "standard output is closed"
 
 

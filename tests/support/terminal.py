@@ -89,7 +89,7 @@ def in_terminal(arguments: Sequence[str], cache: Path) -> Iterator[Terminal]:
         fcntl.ioctl(terminal, termios.TIOCSCTTY, 0)
         signal.signal(signal.SIGINT, signal.SIG_DFL)
 
-    command = [sys.executable, "-m", "draftwood.cli.main", *arguments]
+    command = [sys.executable, "-m", "draftwood", *arguments]
     with subprocess.Popen(
         command, stdin=terminal, stdout=terminal, stderr=terminal, env=environment, preexec_fn=own
     ) as process:

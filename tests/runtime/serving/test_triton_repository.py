@@ -204,7 +204,7 @@ def test_run_serves_until_it_is_told_to_stop(
     command = [
         sys.executable,
         "-m",
-        "draftwood.cli.main",
+        "draftwood",
         "triton",
         str(tiny_bundle),
         "--output",
