@@ -16,11 +16,11 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from glob import escape
-from importlib.metadata import version
 from pathlib import Path
 from typing import NamedTuple
 
 from ...models.errors import BundleError, CheckpointError, ConfigError, DraftwoodError, EngineError, shown
+from ...models.release import own_version
 from ...plugins.native.cache import CACHE, cache_folder
 from .bundle import FORMAT, MANIFEST, checksum, file_record
 
@@ -121,7 +121,7 @@ def asked_for(model: Model, quiet: bool) -> Path:
 def folder_of(model: Model, asked: str | None = None) -> Path:
     """The place of a model's bundle in the cache. Reads the files of the model and of the draft. asked: the model's
     name where the path is that of a download. Raises CheckpointError."""
-    chosen = [FORMAT, version("draftwood"), model.precision, model.max_length]
+    chosen = [FORMAT, own_version(), model.precision, model.max_length]
     chosen.append(digest(Path(model.path)))
     word = model.draft is None or model.draft == NONE or model.draft.startswith(SELF)
     chosen.append(model.draft if word else digest(Path(str(model.draft))))

@@ -64,9 +64,10 @@ class Offsets:
         """The characters that end in a token."""
         place, echoing = self._place, self._place < len(self._echo)
         if token in self._texts.special:
-            name, before = self._texts.text(token), self._decoder.decode(b"", True)
+            name = self._texts.text(token)
             shown = self._echo.startswith(name, place) if echoing or not self._place else not self._skips
-            return len(before) + (len(name) if shown else 0)
+            # A token without a text has no effect on that of its neighbours: a character may go on after it.
+            return len(self._decoder.decode(b"", True)) + len(name) if shown else 0
         text = self._decoder.decode(bytes(self._texts.bytes(token)))
         # An encoder may put a blank before a text, which the text does not have.
         added = echoing and text.startswith(" ") and not self._echo.startswith(" ", place)

@@ -300,3 +300,14 @@ def test_an_echo_lacks_the_blank_that_an_encoder_adds_and_has_names_that_were_wr
     assert list(Offsets(known, tokens, "a b</s> a", True).next(tokens)) == [0, 0, 1, 2, 3, 7]
     assert list(Offsets(known, tokens, "a b a", True).next(tokens)) == [0, 0, 1, 2, 3, 3]
     assert list(Offsets(known, tokens[:2], "<s>a", True).next(tokens[:2])) == [0, 3]
+
+
+def test_a_special_token_without_text_does_not_end_a_character(byte_level: Cut) -> None:
+    """Bytes on both sides of it may be one character, or one mark of an invalid one."""
+    ids = byte_level.ids("漢")
+    tokens = [*ids[:1], 2, *ids[1:], 2]
+    detokenizer = IncrementalDetokenizer(byte_level.tokenizer, byte_level.ids("a"))
+    text = "".join(detokenizer.push(tokens)) + detokenizer.finish()
+    assert list(Offsets(TokenTexts(byte_level.tokenizer), byte_level.ids("a"), None, True).next(tokens))[-1] <= len(
+        text
+    )
