@@ -12,7 +12,7 @@ from pathlib import Path
 @contextmanager
 def served(bundle: Path) -> Iterator[str]:
     """The address of a server of the bundle, which ends afterwards."""
-    command = [sys.executable, "-m", "draftwood.cli.main", "serve", str(bundle), "--port", "0"]
+    command = [sys.executable, "-m", "draftwood", "serve", str(bundle), "--port", "0"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         try:
             assert process.stdout is not None

@@ -111,7 +111,7 @@ def test_no_code_of_a_bundle_is_executed(copy: Path, listed: bool, tmp_path: Pat
         resigned(copy)
     for command in (["inspect", str(copy)], ["generate", str(copy), "--prompt", "hi", "--max-tokens", "2"]):
         done = subprocess.run(
-            [sys.executable, "-m", "draftwood.cli.main", *command], capture_output=True, text=True, timeout=TIMEOUT
+            [sys.executable, "-m", "draftwood", *command], capture_output=True, text=True, timeout=TIMEOUT
         )
         assert done.returncode == (2 if listed else 0), done.stderr
         assert not listed or "executable code, which no bundle holds" in done.stderr

@@ -338,7 +338,7 @@ def test_the_command_refuses_in_one_line(folder: Path, tmp_path: Path) -> None:
     waiting.mkdir()
     os.mkfifo(waiting / "config.json")
     for source, named in ((folder, "num_hidden_layers must be"), (waiting, "no plain file")):
-        command = [sys.executable, "-m", "draftwood.cli.main", "build", "--output", str(tmp_path / "out")]
+        command = [sys.executable, "-m", "draftwood", "build", "--output", str(tmp_path / "out")]
         command += ["--target", str(source), "--draft", str(source)]
         done = subprocess.run(command, capture_output=True, text=True, timeout=300, preexec_fn=limited)
         assert done.returncode == 2, done.stderr

@@ -82,7 +82,7 @@ def with_chat_template(bundle: Path, folder: Path, template: str = CHAT_TEMPLATE
 
 
 @contextmanager
-def served(bundle: Path, *options: str, program: Sequence[str] = ("-m", "draftwood.cli.main")) -> Iterator[Served]:
+def served(bundle: Path, *options: str, program: Sequence[str] = ("-m", "draftwood")) -> Iterator[Served]:
     """A server on a free port; it is gone afterwards, whatever happened. program: what Python runs."""
     command = [sys.executable, *program, "serve", str(bundle), "--port", "0", *options]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:

@@ -53,7 +53,7 @@ class RunningServer(NamedTuple):
 
 def draftwood_servers(bundle: Path, at_a_time: int, threads: int) -> list[Server]:
     """A plain and a speculative server of the same bundle."""
-    serve = [sys.executable, "-m", "draftwood.cli.main", "serve", bundle, "--served-model-name", MODEL]
+    serve = [sys.executable, "-m", "draftwood", "serve", bundle, "--served-model-name", MODEL]
     command = tuple(map(str, [*serve, "--max-running", at_a_time, "--threads", threads, *WITHOUT_CACHE[OURS]]))
     return [Server(OURS, PLAIN, (*command, "--no-speculation")), Server(OURS, "speculative", command)]
 

@@ -132,7 +132,7 @@ def digest_files(files: Iterable[Path]) -> str:
 
 def run_draftwood(*arguments: object) -> None:
     """Run a command in a process of its own, so that the memory of a build is free while decoding is measured."""
-    command = [sys.executable, "-m", "draftwood.cli.main", *map(str, arguments)]
+    command = [sys.executable, "-m", "draftwood", *map(str, arguments)]
     done = subprocess.run(command, stdout=sys.stderr, stderr=subprocess.PIPE, text=True)
     sys.stderr.write(done.stderr)
     if done.returncode:
