@@ -14,18 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...models.errors import CheckpointError
-from .packed import (
-    SCALES,
-    dequantised,
-    group_count,
-    in_order,
-    listed_modules,
-    number_of_bits,
-    one_of,
-    refuse_set,
-    require,
-    size_of_group,
-)
+from .packed import SCALES, PackedMatrix, QuantizationConfig, group_count, in_order, require, unpacked
 from .source import TensorSource
 
 METHOD = "awq"
@@ -35,21 +24,21 @@ PLACE = (0, 4, 1, 5, 2, 6, 3, 7)  # where each of 8 consecutive outputs stands i
 
 @dataclass(frozen=True, slots=True)
 class Awq:
-    """The Layout of AutoAWQ. Zero points are stored whatever the setting `zero_point` says. group_size: inputs that
-    share a scale; -1: all inputs of a row."""
+    """The Layout of AutoAWQ. Zero points are stored whatever the setting `zero_point` says."""
 
-    group_size: int
+    group_size: int  # inputs that share a scale; -1: all inputs of a row
     listed: tuple[str, ...]
     notes: tuple[str, ...] = ()
 
     @classmethod
-    def read(cls, config: Mapping[str, Any]) -> Awq:
+    def read(cls, fields: Mapping[str, Any]) -> Awq:
         """Read `quantization_config`. Raises CheckpointError for settings that are not supported."""
-        refuse_set(config, METHOD, ("dynamic", "adapter", "rotation"))
+        config = QuantizationConfig(fields, METHOD)
+        config.refuse("dynamic", "adapter", "rotation")
         for name in ("version", "format", "checkpoint_format"):  # the first is AutoAWQ's, the others GPTQModel's
-            one_of(config, name, METHOD, ("gemm",))
-        number_of_bits(config, "bits", METHOD, (BITS,))
-        return cls(size_of_group(config), listed_modules(config, "modules_to_not_convert"))
+            config.one_of(name, "gemm")
+        config.bits("bits", (BITS,))
+        return cls(config.group_size(), config.listed("modules_to_not_convert"))
 
     @property
     def name(self) -> str:
@@ -66,16 +55,13 @@ class Awq:
         require(source, f"{module}.scales", SCALES, (groups, words * PER_WORD), why=why)
         return words * PER_WORD, inputs
 
-    def weight(self, source: TensorSource, module: str) -> NDArray[np.float32]:
-        values, zeros = (unpack_outputs(source.tensor(f"{module}.{name}")) for name in ("qweight", "qzeros"))
+    def matrix(self, source: TensorSource, module: str) -> PackedMatrix:
+        values, zeros = (outputs_of(source.tensor(f"{module}.{name}")) for name in ("qweight", "qzeros"))
         index = in_order(values.shape[1], self.group_size)
-        return dequantised(values, source.tensor(f"{module}.scales").T, zeros, index)
+        return PackedMatrix(values, source.tensor(f"{module}.scales").T, zeros, index)
 
 
-def unpack_outputs(words: NDArray[Any]) -> NDArray[np.uint8]:
-    """Unpack int32 [rows, words] into codes of 4 bits, uint8 [outputs, rows]. The order in a word is PLACE."""
-    turned = np.ascontiguousarray(words.T).view(np.uint32)
-    values = np.empty((PER_WORD * len(turned), len(words)), np.uint8)
-    for output, place in enumerate(PLACE):
-        values[output::PER_WORD] = (turned >> np.uint32(BITS * place)) & np.uint32((1 << BITS) - 1)
-    return values
+def outputs_of(words: NDArray[Any]) -> NDArray[np.uint8]:
+    """Unpack int32 [rows, words] into codes of 4 bits, uint8 [outputs, rows]."""
+    codes = unpacked(words, BITS).reshape(len(words), -1, PER_WORD)[..., PLACE]
+    return np.ascontiguousarray(codes.reshape(len(words), -1).T)

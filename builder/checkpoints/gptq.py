@@ -11,55 +11,48 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ...models.errors import CheckpointError
 from ...models.fields import switch
 from .packed import (
+    OTHER_MODEL,
     SCALES,
     WORD,
-    check_index,
-    dequantised,
+    PackedMatrix,
+    QuantizationConfig,
     group_count,
     in_order,
-    number_of_bits,
-    one_of,
-    refuse_set,
+    read_index,
     require,
-    size_of_group,
     unpacked,
 )
 from .source import TensorSource
 
 METHOD = "gptq"
-BITS = (4, 8)
 V1, V2 = "gptq", "gptq_v2"
-CHANGE_THE_TENSORS = ("dynamic", "adapter", "rotation", "is_marlin_format")
 
 
 @dataclass(frozen=True, slots=True)
 class Gptq:
-    """The Layout of GPTQ. group_size: inputs that share a scale; -1: all inputs of a row. order: whether the inputs
-    were sorted by their activations (`desc_act`), so that only g_idx says which group an input belongs to. less_one:
-    whether zero points are stored minus one, as in format v1."""
+    """The Layout of GPTQ."""
 
     bits: int
-    group_size: int
-    order: bool
-    less_one: bool
+    group_size: int  # inputs that share a scale; -1: all inputs of a row
+    order: bool  # `desc_act`: inputs were sorted by their activations, so that only g_idx says their groups
+    less_one: bool  # zero points are stored minus one, as in format v1
     listed: tuple[str, ...] = ()  # always empty: these settings list no plain modules
     notes: tuple[str, ...] = ()
 
     @classmethod
-    def read(cls, config: Mapping[str, Any]) -> Gptq:
+    def read(cls, fields: Mapping[str, Any]) -> Gptq:
         """Read `quantization_config`. Raises CheckpointError for settings that are not supported."""
-        refuse_set(config, METHOD, CHANGE_THE_TENSORS)
-        one_of(config, "pack_dtype", METHOD, ("int32",))
-        formats = {one_of(config, name, METHOD, (V1, V2)) for name in ("checkpoint_format", "format") if name in config}
+        config = QuantizationConfig(fields, METHOD)
+        config.refuse("dynamic", "adapter", "rotation", "is_marlin_format")
+        config.one_of("pack_dtype", "int32")
+        formats = {config.one_of(name, V1, V2) for name in ("checkpoint_format", "format") if name in fields}
         if len(formats) > 1:
             raise CheckpointError("config.json: checkpoint_format and format of gptq differ: download it again")
-        bits = number_of_bits(config, "bits", METHOD, BITS)
-        return cls(bits, size_of_group(config), switch(config, "desc_act"), formats != {V2})
+        return cls(config.bits("bits", (4, 8)), config.group_size(), switch(fields, "desc_act"), formats != {V2})
 
     @property
     def name(self) -> str:
@@ -79,24 +72,17 @@ class Gptq:
             require(source, f"{module}.g_idx", ("I32",), (inputs,))
         return outputs, inputs
 
-    def weight(self, source: TensorSource, module: str) -> NDArray[np.float32]:
+    def matrix(self, source: TensorSource, module: str) -> PackedMatrix:
         words = source.tensor(f"{module}.qzeros").view(np.uint32)
         if self.less_one:
             # GPTQModel subtracts the ones from whole words, so a zero point of 0 borrows from the next one. Adding
             # the ones to whole words, with carry, is the inverse.
             words = words + np.uint32(sum(1 << shift for shift in range(0, WORD, self.bits)))
-        scales, zeros = source.tensor(f"{module}.scales").T, unpacked(words, self.bits).T
         values = unpacked(source.tensor(f"{module}.qweight").T, self.bits)
-        return dequantised(values, scales, zeros, self._index(source, module, values.shape[1], scales.shape[1]))
-
-    def _index(self, source: TensorSource, module: str, inputs: int, groups: int) -> NDArray[Any]:
-        name, expected = f"{module}.g_idx", in_order(inputs, self.group_size)
-        if source.stored(name) is None:
-            return expected
-        index = check_index(name, source.tensor(name), groups)
-        if not self.order and not np.array_equal(index, expected):
+        name, inputs = f"{module}.g_idx", values.shape[1]
+        index = read_index(source, name, inputs, self.group_size)
+        if not self.order and not np.array_equal(index, in_order(inputs, self.group_size)):
             raise CheckpointError(
-                f"tensor {name} reorders inputs, and desc_act in config.json says that nothing does: "
-                "the two files belong to different models, download both again"
+                f"tensor {name} reorders inputs, and desc_act in config.json says that nothing does: {OTHER_MODEL}"
             )
-        return index
+        return PackedMatrix(values, source.tensor(f"{module}.scales").T, unpacked(words, self.bits).T, index)
