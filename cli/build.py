@@ -167,8 +167,7 @@ def built(args: argparse.Namespace, console: Console) -> Path:
         elif draft == NONE:
             args.draft = None
         options = read_options(args, BuildOptions)  # invalid options are refused before torch is imported
-        from ..builder.pipeline import build
-        from ..builder.suited import suited
+        from ..builder.pipeline import build, suited
     if choice is not None:
         console.print(f"Backend {choice.backend}: {choice.reason}", markup=False, highlight=False, soft_wrap=True)
     with progress(console) as begin:

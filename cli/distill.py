@@ -20,7 +20,7 @@ from .options import HIDDEN, Setting, add_settings, folder_or_id, read_options
 from .progress import titles
 
 if TYPE_CHECKING:
-    from ..builder.distillation.acceptance import Acceptance
+    from ..builder.distillation.loss import Acceptance
     from ..builder.distillation.text import TextCounts
     from ..builder.distillation.training import Progress as TrainingProgress
     from ..builder.progress import Step

@@ -20,10 +20,9 @@ from ...runtime.text.tokenizer import Tokenizer
 from ..parallel import in_parts
 from ..tokenizer import check_rows
 from .folder import HuggingFaceFolder
-from .fused import Split
 from .lora import Merged
 from .source import Blocks, ModelFiles, TensorSource, stored_blocks
-from .vocabulary import BY_TOKEN, CutVocabulary, TrimmedVocabulary, check_tied, read_kept_tokens
+from .views import BY_TOKEN, CutVocabulary, Split, TrimmedVocabulary, check_tied, read_kept_tokens
 
 
 class Checkpoint:

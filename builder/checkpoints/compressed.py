@@ -125,7 +125,7 @@ class Compressed:
     @classmethod
     def read(cls, fields: Mapping[str, Any]) -> Compressed:
         """Read `quantization_config`. Raises CheckpointError for settings that are not supported."""
-        config = QuantizationConfig(fields | {"format": fields.get("format") or "none"}, METHOD)
+        config = QuantizationConfig({**fields, "format": fields.get("format") or "none"}, METHOD)
         config.refuse("transform_config", "moe_sparsity_config")
         sparsity = fields.get("sparsity_config") or {}
         if not isinstance(sparsity, dict) or sparsity.get("format", "dense") != "dense":
@@ -163,7 +163,7 @@ class Compressed:
         shape = self.shape(source, module)
         assert shape is not None
         (outputs, inputs), scheme = shape, self._scheme(source, module, *shape)
-        values, zeros = source.tensor(f"{module}.{scheme.values}"), np.zeros((1, 1))
+        values, zeros = source.tensor(f"{module}.{scheme.values}"), np.zeros((1, 1), np.int16)
         if scheme.packed:
             values = signed(values, scheme.bits)[:, :inputs]
         if source.stored(f"{module}.weight_zero_point") is not None:

@@ -21,9 +21,8 @@ from ...models.errors import CheckpointError
 from ...models.fields import brief
 from ...models.layers import EMBED_TOKENS, HEAD_WEIGHT, LM_HEAD
 from ..tokenizer import TOKENIZER_FILES
-from .json_file import read_json
 from .safetensors import Safetensors, open_safetensors
-from .source import Blocks, Stored, TensorSource, stored_blocks
+from .source import Blocks, Stored, TensorSource, read_json, stored_blocks
 
 SETTINGS, WEIGHTS, PICKLED = "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"
 PREFIX = "base_model.model."  # of every tensor's name; what follows is the model's own

@@ -28,14 +28,14 @@ class PackedMatrix(NamedTuple):
     values: NDArray[Any]  # [out, in], integers or float8
     scales: NDArray[Any]  # [out, groups]
     zeros: NDArray[Any]  # [out, groups], or [1, 1], one for all
-    index: NDArray[Any]  # [in], the group of each input
+    group_of: NDArray[Any]  # [in], the group of each input
 
     def dequantised(self) -> NDArray[np.float32]:
         """fp32 [out, in]. The difference is exact. The product is exact, too, for scales in fp16 and bf16."""
         values, scales = self.values, self.scales.astype(np.float32, order="C")
         zeros = np.broadcast_to(np.asarray(self.zeros, np.float32, order="C"), scales.shape)
         weight = np.empty(values.shape, np.float32)
-        columns = self.index if scales.shape[1] > 1 else slice(1)
+        columns = self.group_of if scales.shape[1] > 1 else slice(1)
         rows = max(1, AT_A_TIME // values.shape[1])
         with np.errstate(over="ignore", invalid="ignore"):  # Checkpoint.tensor refuses infinity
             for start in range(0, len(values), rows):

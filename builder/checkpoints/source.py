@@ -10,6 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...models.config import LlamaConfig
+from ...models.errors import CheckpointError
+from ...models.plain_files import read_object
 from ...runtime.text.tokenizer import Tokenizer
 
 
@@ -85,3 +87,13 @@ class ModelFiles(Protocol):
 
     def write_tokenizer(self, destination: Path) -> Tokenizer:
         """Write the tokenizer with its chat template into a folder, and open it there."""
+
+
+def read_json(file: Path, folder: str = "Hugging Face checkpoint folder") -> dict[str, Any]:
+    """Read a JSON object. folder: what the file's folder should be. Raises CheckpointError that names the file."""
+    try:
+        return read_object(file)
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{file} is missing: is this a {folder}?") from error
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{file} is not readable JSON: {error}; download it again") from error

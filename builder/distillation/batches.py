@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ...models.bindings import MASKED
-from .shards import GIVEN, TextStore, WrittenText
+from .state import GIVEN, TextStore, WrittenText
 
 FILES_AT_A_TIME = 16  # whose texts are shuffled together; bounds the memory
 

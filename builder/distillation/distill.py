@@ -26,25 +26,33 @@ from ...plugins.native.processor import available
 from ...runtime.bundle.staging import replaceable
 from ..checkpoints.checkpoint import Checkpoint
 from ..checkpoints.hub import MODEL, local_folder
+from ..kept_tokens import expected_counts, kept_tokens
 from ..pipeline import end_of_text, refuse_draft
+from ..plots import acceptance_svg
 from ..progress import Begin, Step, remark
 from ..tokenizer import check_known
-from .acceptance import Acceptance, estimate
 from .batches import Batch, pack, training_batches
 from .card import origin_of
 from .conversation import layout_of, questions_of
-from .distributions import COLUMNS
-from .draft import FIGURES, Report, write_draft
+from .draft import FIGURES, Report, Start, check_beginning, read_start, write_draft
+from .loss import Acceptance, estimate
 from .network import DraftNetwork, DraftShape, initialise
 from .options import LAYERS, SIZES, VOCABULARY, WORTH_MINUTES, DistillOptions
-from .plot import acceptance_svg
-from .shards import ANSWER, ANSWER_TEMPERATURES, HELD_OUT_SHARE, TextStore, WrittenText, is_held_out
-from .start import Start, check_beginning, read_start
-from .state_files import locked, read_seconds, write_json, write_text
-from .target import TextTarget, check_target, compile_target, open_tokenizer
+from .state import (
+    ANSWER,
+    ANSWER_TEMPERATURES,
+    HELD_OUT_SHARE,
+    TextStore,
+    WrittenText,
+    is_held_out,
+    locked,
+    read_seconds,
+    write_json,
+    write_text,
+)
+from .target import COLUMNS, TextTarget, check_target, compile_target, open_tokenizer
 from .text import TextCounts, TextLimits, TextWriter, fingerprint
 from .training import MEASURED_SECONDS, Progress, Schedule, Trainer
-from .vocabulary import expected_counts, kept_tokens
 
 TEXT_SECONDS, CHECKPOINT, LOG, PLOT = "text.json", "training.safetensors", "training.json", "acceptance.svg"
 MOST_HELD_OUT = 1 << 13  # tokens of held-out answers at each temperature
@@ -175,7 +183,7 @@ def train(
     def publish(found: Acceptance) -> dict[str, Any]:
         states = some_states(network, held_out) if options.full_vocabulary else None
         figures = figures_of(trainer, found, coverage) | ({} if start is None else {"started_from": start.earlier})
-        report = Report(figures, acceptance_svg(trainer.progress.curve))
+        report = Report(figures, acceptance_svg(*trainer.progress.pictured()))
         return write_draft(options.output, network, target, origin, report, states)
 
     figures = dict[str, Any]()
@@ -184,7 +192,7 @@ def train(
             figures = publish(found)
         trainer.save(file)
         write_json(options.folder / LOG, {"curve": [point._asdict() for point in trainer.progress.curve]})
-        write_text(options.folder / PLOT, acceptance_svg(trainer.progress.curve))
+        write_text(options.folder / PLOT, acceptance_svg(*trainer.progress.pictured()))
         watch.training(found, trainer.progress)
     if not trainer.progress.steps:
         raise ConfigError(

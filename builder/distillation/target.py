@@ -4,20 +4,28 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
 
 from ...models.bindings import TARGET
 from ...models.errors import ConfigError
 from ...models.layers import network_of
 from ...models.plain_files import read_object
 from ...runtime.bundle.staging import staging_folder
+from ...runtime.decoding.chunk import TokenChunk
+from ...runtime.decoding.decoder import SpeculativeDecoder
 from ...runtime.engines.backends import BACKENDS, Opening, choose_backend
-from ...runtime.engines.base import EngineSpec
+from ...runtime.engines.base import EngineSpec, Pass
+from ...runtime.engines.passes import Steps
 from ...runtime.engines.shared.memory import CacheBudget, cache_budget
 from ...runtime.engines.shared.pool import PooledEngine
+from ...runtime.sampling.softmax import Softmax
 from ...runtime.text.tokenizer import Tokenizer
 from ..checkpoints.checkpoint import Checkpoint
 from ..comparison import compare
@@ -25,10 +33,13 @@ from ..engines.make import Source, engine_spec, make_engine
 from ..options import BuildOptions
 from ..progress import Begin
 from ..quantization.formats import FORMATS, QuantizedCheckpoint
+from .state import id_type
 
 MARKER = "target.json"
 LONGEST = 1536  # tokens of a text that the target writes
 RETAINED = 2048  # slots for the rows of common prefixes
+COLUMNS = 32  # K
+SHARE = 1e-5  # tokens below this share of the most probable one's probability count as tail
 
 
 class TextTarget:
@@ -132,3 +143,59 @@ def digest(checkpoint: Checkpoint) -> str:
     for name in (network.norm.weight, *network.layers[0].tensors(), *network.layers[-1].tensors()):
         state.update(checkpoint.tensor(name).tobytes())
     return state.hexdigest()
+
+
+class TopTokens(NamedTuple):
+    """A distribution at temperature 1. ids: unsigned [K], best first. logprobs: float16 [K], -inf where there are fewer
+    tokens. tail: the probability of all other tokens."""
+
+    ids: NDArray[np.unsignedinteger[Any]]
+    logprobs: NDArray[np.float16]
+    tail: float
+
+
+class TopSelector:
+    """Selects the K most probable tokens of rows of logits."""
+
+    def __init__(self, softmax: Softmax, vocab_size: int, columns: int) -> None:
+        """softmax: the engine's. columns: K."""
+        self._softmax, self._columns = softmax, columns
+        self._buffer = np.empty(vocab_size, softmax.dtype)
+        self._type = id_type(vocab_size)
+
+    def select(self, logits: NDArray[np.float32]) -> TopTokens:
+        """logits: [V]. Raises EngineError when one is NaN or infinite."""
+        total = self._softmax.weights(logits, 1.0, self._buffer).total
+        found, weights = self._softmax.likely(logits, 1.0, SHARE)
+        if len(found) > self._columns:  # a partial sort: a flat distribution has thousands of likely tokens
+            best = np.argpartition(weights, -self._columns)[-self._columns :]
+            found, weights = found[best], weights[best]
+        order = np.argsort(-weights, kind="stable")
+        probs = weights[order] / total
+        ids = np.zeros(self._columns, self._type)
+        logprobs = np.full(self._columns, -np.inf, np.float16)
+        ids[: len(order)] = found[order]
+        logprobs[: len(order)] = np.minimum(np.log(probs), 0)
+        return TopTokens(ids, logprobs, min(1.0, max(0.0, 1 - float(probs.sum()))))
+
+
+def recorded(
+    decoder: SpeculativeDecoder,
+    steps: Steps[TokenChunk],
+    select: Callable[[NDArray[np.float32]], TopTokens],
+    rows: list[TopTokens],
+) -> Steps[TokenChunk]:
+    """The steps of a plain decoder, which is closed at their end. Each pass that decides a token adds to `rows`."""
+    try:
+        answer = None
+        while True:
+            try:
+                step = steps.send(answer)
+            except StopIteration:
+                return
+            answer = yield step
+            if isinstance(step, Pass) and step.output_read and answer is not None:
+                rows.append(select(answer.logits[0]))  # now: the next pass overwrites the logits
+    finally:
+        steps.close()
+        decoder.close()

@@ -25,9 +25,8 @@ from ...runtime.sampling.random import seeded_streams
 from ...runtime.sampling.sampler import Sampler
 from ...runtime.sampling.softmax import softmax_of
 from .conversation import Layout
-from .distributions import COLUMNS, TopSelector, TopTokens, recorded
-from .shards import ANSWER, ANSWER_TEMPERATURES, GIVEN, QUESTION, TextStore, WrittenText, id_type
-from .target import TextTarget
+from .state import ANSWER, ANSWER_TEMPERATURES, GIVEN, QUESTION, TextStore, WrittenText, id_type
+from .target import COLUMNS, TextTarget, TopSelector, TopTokens, recorded
 
 TOP_P = 0.95  # of questions and of answers above temperature 0
 SECOND_TURNS = 3  # one of so many conversations has a second question

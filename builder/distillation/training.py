@@ -16,11 +16,10 @@ from torch.nn import functional
 
 from ...models.errors import ConfigError
 from ...models.typed import typed
-from .acceptance import Acceptance, estimate
 from .batches import Batch
-from .loss import distillation_loss, reachable
+from .loss import Acceptance, distillation_loss, estimate, reachable
 from .network import DraftNetwork
-from .state_files import replace_file
+from .state import ANSWER_TEMPERATURES, replace_file
 
 WARM_UP = 50  # steps
 LAST_RATE = 0.02  # the learning rate at the end, over the highest
@@ -53,6 +52,21 @@ class Progress(NamedTuple):
     tokens: int = 0
     best: float = 0.0
     curve: tuple[Point, ...] = ()
+
+    def pictured(self) -> list[dict[str, list[tuple[float, float]]]]:
+        """Acceptance at each temperature, over minutes of training and over millions of tokens."""
+        places = [[point.seconds / 60 for point in self.curve], [point.tokens / 1e6 for point in self.curve]]
+        return [
+            {
+                f"temperature {temperature:g}": [
+                    (place, value)
+                    for place, point in zip(each, self.curve, strict=True)
+                    if (value := point.acceptance[index]) is not None
+                ]
+                for index, temperature in enumerate(ANSWER_TEMPERATURES)
+            }
+            for each in places
+        ]
 
 
 class Schedule(NamedTuple):

@@ -33,12 +33,11 @@ from ...runtime.bundle.staging import staging_folder
 from ...runtime.text.tokenizer import Tokenizer
 from ..checkpoints.checkpoint import Checkpoint
 from ..pipeline import one_vocabulary, refuse_draft
+from ..plots import training_svg
 from ..progress import Begin, Step
 from ..tokenizer import check_known, check_same_vocabulary
 from .calibration import Floats, calibration, fit_temperature
-from .data import Examples, collect, load_frozen
-from .plots import training_svg
-from .state import Collected
+from .data import Collected, Examples, collect, load_frozen
 from .training import HeadResult, HeadTraining, Point
 
 FIGURES, PLOT = "training.json", "training.svg"

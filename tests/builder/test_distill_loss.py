@@ -9,10 +9,9 @@ from distilling import written
 from hypothesis import given
 from hypothesis import strategies as st
 
-from draftwood.builder.distillation.acceptance import overlap
 from draftwood.builder.distillation.batches import pack
-from draftwood.builder.distillation.loss import distillation_loss, reachable
-from draftwood.builder.distillation.vocabulary import expected_counts, kept_tokens, offsets
+from draftwood.builder.distillation.loss import distillation_loss, overlap, reachable
+from draftwood.builder.kept_tokens import expected_counts, kept_tokens, offsets
 from draftwood.models.errors import ConfigError
 
 # Loss

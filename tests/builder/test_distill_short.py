@@ -12,7 +12,7 @@ from distilling import COLUMNS, distilled, options, written
 from draftwood.builder.distillation import distill as distill_module
 from draftwood.builder.distillation.distill import DistillResult
 from draftwood.builder.distillation.options import DistillOptions
-from draftwood.builder.distillation.shards import TextStore
+from draftwood.builder.distillation.state import TextStore
 from draftwood.cli.main import main
 from draftwood.models.errors import ConfigError
 

@@ -16,10 +16,10 @@ from safetensors.torch import load_file, save_file
 
 from draftwood.builder.checkpoints.checkpoint import Checkpoint
 from draftwood.builder.distillation import distill as distill_module
-from draftwood.builder.distillation.acceptance import estimate
+from draftwood.builder.distillation.draft import NAMED, is_tied, read_start
+from draftwood.builder.distillation.loss import estimate
 from draftwood.builder.distillation.network import DraftNetwork
-from draftwood.builder.distillation.shards import TextStore
-from draftwood.builder.distillation.start import NAMED, is_tied, read_start
+from draftwood.builder.distillation.state import TextStore
 from draftwood.models.errors import ConfigError
 
 UNSIZED = {"hidden": None, "vocabulary": None}  # the earlier draft has its own sizes

@@ -19,8 +19,7 @@ from hypothesis import strategies as st
 from draftwood.builder.checkpoints.checkpoint import Checkpoint
 from draftwood.builder.distillation.batches import pack, training_batches
 from draftwood.builder.distillation.conversation import Layout, layout_of
-from draftwood.builder.distillation.distributions import TopSelector
-from draftwood.builder.distillation.shards import (
+from draftwood.builder.distillation.state import (
     ANSWER,
     GIVEN,
     QUESTION,
@@ -28,9 +27,9 @@ from draftwood.builder.distillation.shards import (
     TextStore,
     WrittenText,
     is_held_out,
+    locked,
 )
-from draftwood.builder.distillation.state_files import locked
-from draftwood.builder.distillation.target import TextTarget, compile_target, open_tokenizer
+from draftwood.builder.distillation.target import TextTarget, TopSelector, compile_target, open_tokenizer
 from draftwood.builder.distillation.text import LOOPS, TextWriter, fingerprint, is_repeating
 from draftwood.models.errors import ConfigError
 from draftwood.runtime.engines.passes import causal_batch

@@ -20,10 +20,10 @@ from transformers import LlamaForCausalLM
 
 from draftwood.builder.checkpoints.checkpoint import Checkpoint
 from draftwood.builder.distillation import distill as distill_module
-from draftwood.builder.distillation.acceptance import estimate
 from draftwood.builder.distillation.batches import Batch, pack
 from draftwood.builder.distillation.card import Origin, origin_of
 from draftwood.builder.distillation.draft import Report, write_draft
+from draftwood.builder.distillation.loss import estimate
 from draftwood.builder.distillation.network import DraftNetwork, DraftShape, initialise, principal
 from draftwood.builder.distillation.options import DistillOptions
 from draftwood.builder.distillation.training import Schedule, Trainer

@@ -7,8 +7,8 @@ from itertools import count
 import pytest
 from fakes import FakeEngine, random_model
 
-from draftwood.builder.host_times import ROUNDS, TURNS, measure_host
 from draftwood.builder.pass_times import Pair
+from draftwood.builder.profile import ROUNDS, TURNS, measure_host
 from draftwood.models.bindings import ROLES
 from draftwood.runtime.speculation.planning.cost import HostCosts
 

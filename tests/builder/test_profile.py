@@ -18,9 +18,8 @@ from costs import table
 from disk import largest_file
 from fakes import FakeEngine, random_model
 
-from draftwood.builder.host_times import TURNS
 from draftwood.builder.pass_times import Pair, thinned_out
-from draftwood.builder.profile import CONTEXTS, brief_contexts, measure
+from draftwood.builder.profile import CONTEXTS, TURNS, brief_contexts, measure
 from draftwood.builder.progress import Step
 from draftwood.cli.main import main
 from draftwood.models.bindings import DRAFT, ROLES, TARGET
@@ -62,7 +61,7 @@ def test_a_build_measures_briefly(monkeypatch: pytest.MonkeyPatch) -> None:
     engines = {role: Counting(random_model(0, 8), 8, role) for role in ROLES}
     units: list[int] = []
     turns: dict[Any, list[float]] = {}
-    monkeypatch.setattr("draftwood.builder.host_times.host_rounds", lambda *of: turns.setdefault(of[2:], [1.0]))
+    monkeypatch.setattr("draftwood.builder.profile.host_rounds", lambda *of: turns.setdefault(of[2:], [1.0]))
 
     def begin(step: Step) -> Callable[[], None]:
         units.append(step.units)

@@ -11,11 +11,11 @@ from checkpoints import write_checkpoint, write_tokenizer
 from gguf import GGMLQuantizationType as Kind
 from gguf_files import write_gguf
 
-from draftwood.builder import suited as module
+from draftwood.builder import pipeline as module
 from draftwood.builder.checkpoints.checkpoint import Checkpoint
 from draftwood.builder.options import BuildOptions
+from draftwood.builder.pipeline import suited
 from draftwood.builder.progress import Step
-from draftwood.builder.suited import suited
 
 Chosen = tuple[BuildOptions, list[str]]
 WIDE: dict[str, Any] = {"hidden_size": 256, "intermediate_size": 256, "head_dim": 64, "num_hidden_layers": 1}

@@ -14,8 +14,7 @@ import torch
 from draftwood.builder.checkpoints.checkpoint import Checkpoint
 from draftwood.builder.head import train as train_module
 from draftwood.builder.head.calibration import calibration, fit_temperature, sigmoid
-from draftwood.builder.head.data import Examples, collect, load_frozen, mix, sample_responses, soft_labels
-from draftwood.builder.head.state import Collected
+from draftwood.builder.head.data import Collected, Examples, collect, load_frozen, mix, sample_responses, soft_labels
 from draftwood.builder.head.train import HELD_OUT, acceptance_loss, fit, gather, judge
 from draftwood.builder.head.training import HeadResult, HeadTraining
 from draftwood.builder.progress import Step

@@ -14,7 +14,7 @@ from checkpoints import write_checkpoint, write_tokenizer
 
 from draftwood.builder.distillation.distill import DistillResult, Watch, distill
 from draftwood.builder.distillation.options import DistillOptions
-from draftwood.builder.distillation.shards import ANSWER, QUESTION, WrittenText
+from draftwood.builder.distillation.state import ANSWER, QUESTION, WrittenText
 from draftwood.builder.distillation.text import TextLimits
 from draftwood.builder.progress import Step
 

@@ -15,9 +15,9 @@ from packers import pack_checkpoint
 from quantised import compressed
 
 from draftwood.builder.checkpoints.checkpoint import Checkpoint
-from draftwood.builder.checkpoints.fused import Split
 from draftwood.builder.checkpoints.safetensors import Safetensors
 from draftwood.builder.checkpoints.source import Blocks
+from draftwood.builder.checkpoints.views import Split
 from draftwood.models.errors import CheckpointError
 from draftwood.models.layers import network_of
 

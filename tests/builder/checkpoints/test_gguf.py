@@ -13,20 +13,14 @@ import torch
 from checkpoints import SHAPES, VOCAB_SIZE, write_checkpoint, write_tokenizer
 from gguf import GGMLQuantizationType as Kind
 from gguf_files import SCALES, random_blocks, write_gguf
-from hypothesis import given
-from hypothesis import strategies as st
 
 from draftwood.builder.checkpoints.checkpoint import Checkpoint
 from draftwood.builder.checkpoints.gguf.file import is_read, read
 from draftwood.builder.checkpoints.gguf.header import read_header
-from draftwood.builder.checkpoints.gguf.metadata import Metadata
-from draftwood.builder.checkpoints.gguf.rope import llama3
-from draftwood.models.config import LlamaConfig
 from draftwood.models.errors import CheckpointError
 from draftwood.models.layers import network_of
 from draftwood.models.llama import Llama
 from draftwood.models.rope import inverse_frequencies
-from draftwood.models.rope_scaling import RopeScaling
 
 TOLERANCE = 2e-4
 WIDE: dict[str, Any] = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 1, "num_attention_heads": 8}
@@ -152,44 +146,12 @@ def refused(file: Path, message: str) -> None:
         Checkpoint(file)
 
 
-@given(
-    theta=st.sampled_from([10000.0, 500000.0, 1e6]),
-    pairs=st.sampled_from([2, 3, 8, 32, 48, 64]),
-    factor=st.sampled_from([2.0, 4.0, 8.0, 32.0, 3.7]),
-    low=st.sampled_from([0.5, 1.0, 2.0]),
-    wide=st.sampled_from([1.5, 4.0, 10.0]),
-    original=st.sampled_from([64, 2048, 8192, 100_000]),
-)
-def test_llama3_parameters_are_found_again(
-    theta: float, pairs: int, factor: float, low: float, wide: float, original: int
-) -> None:
-    scaling = RopeScaling("llama3", factor, low, low * wide, original)
-    config = LlamaConfig(64, 4 * pairs, 64, 1, 2, 2, 2 * pairs, 4096, 1e-5, theta)
-    divisors = inverse_frequencies(config) / inverse_frequencies(replace(config, rope_scaling=scaling))
-    parameters = llama3(Metadata(Path("m"), {}), divisors.astype(np.float32), theta, 2 * pairs)
-    if parameters:
-        found = RopeScaling("llama3", *(parameters[key] for key in list(parameters)[1:]))
-        again = inverse_frequencies(config) / inverse_frequencies(replace(config, rope_scaling=found))
-        np.testing.assert_allclose(again, divisors, rtol=2e-4)
-    else:
-        np.testing.assert_allclose(divisors, 1)
-
-
-def test_llama3s_own_numbers_come_out_exactly() -> None:
-    scaling = RopeScaling("llama3", 32.0, 1.0, 4.0, 8192)
-    for head_dim in (64, 128):
-        config = LlamaConfig(64, 2 * head_dim, 64, 1, 2, 2, head_dim, 131072, 1e-5, 500000.0)
-        divisors = inverse_frequencies(config) / inverse_frequencies(replace(config, rope_scaling=scaling))
-        found = llama3(Metadata(Path("m"), {}), divisors.astype(np.float32), 500000.0, head_dim)
-        assert list(found.values()) == ["llama3", 32.0, 1.0, 4.0, 8192]
-
-
-@pytest.mark.parametrize(
-    "divisors", [[1, 2, 1, 2], [2, 1, 1, 1], [1, 1, 0.5, 1], [1, 1, float("nan"), 2], [1, 1], [1, 9, 2, 10]]
-)
-def test_divisors_of_another_rule_are_refused(divisors: list[float]) -> None:
-    with pytest.raises(CheckpointError, match=r"does not hold the divisors of llama3"):
-        llama3(Metadata(Path("m"), {}), np.array(divisors, np.float32), 10000.0, 8)
+@pytest.mark.parametrize("divisors", [[1, 2, 0, 2], [1, 1, float("nan"), 2], [1, -1, 1, 1], [1, 1]])
+def test_divisors_of_frequencies_that_are_none_are_refused(divisors: list[float], tmp_path: Path) -> None:
+    folder = write_tokenizer(write_checkpoint(tmp_path / "folder", hidden_size=32, head_dim=8))
+    array = np.array(divisors, np.float32)
+    file = write_gguf(folder, tmp_path / "m.gguf", edit=lambda writer: writer.add_tensor("rope_freqs.weight", array))
+    refused(file, "read as a config.json, is refused: config.json: rope short_factor")
 
 
 def test_scales_are_where_the_table_says() -> None:

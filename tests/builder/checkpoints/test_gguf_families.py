@@ -19,7 +19,7 @@ from safetensors.numpy import load_file
 from draftwood.builder.checkpoints.checkpoint import Checkpoint
 from draftwood.builder.checkpoints.gguf.config import FAMILIES, config_of, hugging_face_names
 from draftwood.builder.checkpoints.gguf.file import GgufTensors, read_shards
-from draftwood.builder.checkpoints.gguf.metadata import Metadata
+from draftwood.builder.checkpoints.gguf.header import Metadata
 from draftwood.models.config import LlamaConfig
 from draftwood.models.errors import CheckpointError
 

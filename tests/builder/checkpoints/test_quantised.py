@@ -16,7 +16,7 @@ from packers import PackedMatrix, pack_checkpoint, save_module
 from quantised import AWQ, COMPRESSED, GPTQ, IN, OUT, SCHEME, compressed, opened
 
 from draftwood.builder.checkpoints.checkpoint import Checkpoint
-from draftwood.builder.checkpoints.quantised import LAYOUTS
+from draftwood.builder.checkpoints.folder import LAYOUTS
 from draftwood.builder.options import BuildOptions
 from draftwood.builder.pipeline import build
 from draftwood.builder.progress import Step

@@ -21,10 +21,10 @@ from hypothesis import strategies as st
 from native_parts import held, open_native, spec_of
 from numpy.typing import NDArray
 
-from draftwood.builder.host_times import measure_host
 from draftwood.builder.options import BuildOptions
 from draftwood.builder.pass_times import Pair as Measured
 from draftwood.builder.pipeline import build
+from draftwood.builder.profile import measure_host
 from draftwood.models.bindings import DRAFT, TARGET
 from draftwood.models.errors import EngineError
 from draftwood.plugins.native.compile import SOURCE
