@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -28,7 +27,7 @@ from ..runtime.bundle.staging import replaceable, staging_folder
 from ..runtime.engines.backends import BACKENDS
 from ..runtime.engines.base import EngineSpec
 from ..runtime.text.tokenizer import Tokenizer
-from .checkpoints.checkpoint import Checkpoint
+from .checkpoints.checkpoint import Checkpoint, check_same_tokens
 from .checkpoints.hub import ADAPTER, MODEL, local_folder
 from .engines.make import Source, engine_spec, make_engine
 from .engines.plan import check_compiler
@@ -68,8 +67,8 @@ def build(options: BuildOptions, begin: Begin) -> EngineBundle:
         advance = begin(Step("Converting the tokenizer", 1))
         tokenizer = checkpoints[TARGET].write_tokenizer(staging)
         if isinstance(options.draft, Path):
-            with tempfile.TemporaryDirectory() as other:
-                check_same_vocabulary(tokenizer, checkpoints[DRAFT].write_tokenizer(Path(other)))
+            with checkpoints[DRAFT].tokenizer() as other:
+                check_same_vocabulary(tokenizer, other)
         advance()
         checkpoints = one_vocabulary(checkpoints, tokenizer, begin)
         if options.draft_vocabulary is not None:
@@ -285,8 +284,7 @@ def known_draft(target: Checkpoint) -> Path | None:
     if draft is None:
         return None
     try:
-        with tempfile.TemporaryDirectory() as one, tempfile.TemporaryDirectory() as other:
-            check_same_vocabulary(target.write_tokenizer(Path(one)), Checkpoint(draft).write_tokenizer(Path(other)))
+        check_same_tokens(target, Checkpoint(draft))
     except CheckpointError:
         return None
     return draft

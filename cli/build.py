@@ -39,6 +39,7 @@ from .options import (
 )
 from .profile import compare_layers, profile
 from .progress import progress
+from .streams import say
 
 OPTIONS = {
     "precision": Setting(
@@ -148,7 +149,7 @@ def cached(args: argparse.Namespace, console: Console) -> Path:
     with building(folder, waits) as needed:
         if needed:
             words = f"Building a bundle of {asked}, once: it is kept in {folder}"
-            console.print(words, markup=False, highlight=False, soft_wrap=True)
+            say(console, words)
             built(args, console)
     return folder
 
@@ -169,7 +170,7 @@ def built(args: argparse.Namespace, console: Console) -> Path:
         options = read_options(args, BuildOptions)  # invalid options are refused before torch is imported
         from ..builder.pipeline import build, suited
     if choice is not None:
-        console.print(f"Backend {choice.backend}: {choice.reason}", markup=False, highlight=False, soft_wrap=True)
+        say(console, f"Backend {choice.backend}: {choice.reason}")
     with progress(console) as begin:
         bundle = build(suited(options, has_draft, begin), begin)
     if args.profile:
@@ -177,10 +178,10 @@ def built(args: argparse.Namespace, console: Console) -> Path:
             contexts = brief_contexts(bundle.manifest.max_length)
             profile(bundle, THREADS, DRAFT_THREADS, PROVIDER, contexts, console, BRIEF_SECONDS)
         except DraftwoodError as error:  # the bundle is complete, and may be intended for another machine
-            console.print(f"Costs were not measured: {error}", markup=False, highlight=False, soft_wrap=True)
+            say(console, f"Costs were not measured: {error}")
     if not console.stderr:
         console.print(describe(bundle))
-        console.print(next_step(bundle), markup=False, highlight=False, soft_wrap=True)
+        say(console, next_step(bundle))
     return bundle.folder
 
 

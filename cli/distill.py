@@ -18,6 +18,7 @@ from ..plugins.installation import install
 from .bench import read_prompts
 from .options import HIDDEN, Setting, add_settings, folder_or_id, read_options
 from .progress import titles
+from .streams import say
 
 if TYPE_CHECKING:
     from ..builder.distillation.loss import Acceptance
@@ -86,26 +87,22 @@ def run(args: argparse.Namespace) -> int:
         console.print(f"Only text was written, to {options.folder}: give more --minutes for training", markup=False)
         return 0
     acceptance = result.figures["acceptance"]
-    console.print(
+    say(
+        console,
         f"{result.figures['text_tokens']} tokens of text; estimated acceptance on held-out answers at temperature "
         + ", ".join(
             f"{name.removeprefix('acceptance_')}: {value}"
             for name, value in acceptance.items()
             if name.startswith("acceptance_") and value is not None
         ),
-        markup=False,
-        highlight=False,
-        soft_wrap=True,
     )
     if remark := judged(options, result.figures):
-        console.print(remark, markup=False, highlight=False, soft_wrap=True)
+        say(console, remark)
     console.print(f"Curve: {options.output / 'acceptance.svg'}", markup=False)
-    console.print(
+    say(
+        console,
         f"Next: draftwood build --target {shell_word(options.target)} --draft {shell_word(options.output)} "
         "--output BUNDLE",
-        markup=False,
-        highlight=False,
-        soft_wrap=True,
     )
     return 0
 
@@ -133,7 +130,7 @@ class Bars:
     def begin(self, step: Step) -> Callable[[], None]:
         """See `progress`."""
         if not step.units:
-            self._bars.console.print(step.title, markup=False, highlight=False, soft_wrap=True)
+            say(self._bars.console, step.title)
             return lambda: None
         task = self._bars.add_task(step.title, total=step.units)
         return lambda: self._bars.advance(task)
@@ -148,8 +145,7 @@ class Bars:
 
     def training(self, found: Acceptance, progress: TrainingProgress) -> None:
         """Show an estimate."""
-        known = [value for value in (found.top1, *found.overlaps) if value == value]
-        self._estimate = f", acceptance {' '.join(f'{value:.3f}' for value in known)}"
+        self._estimate = f", acceptance {' '.join(f'{value:.3f}' for value in found.known)}"
         figures = f"loss {found.loss:.3f}{self._estimate}"
         self._show("Training", figures, self._options.training_seconds, progress.seconds)
 

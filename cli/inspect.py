@@ -31,6 +31,7 @@ from ..runtime.engines.compatibility import TensorRTPlan
 from ..runtime.inspection.machine import abilities, look_around
 from ..runtime.text.tokenizer import DEFAULT, read_templates
 from .options import DRAFT_THREADS, PROVIDER, THREADS, positive
+from .streams import say
 
 REQUESTS = 8  # whose memory is shown
 HERE, ELSEWHERE, ASSUMED = "measured here", "measured elsewhere", "assumed"
@@ -91,9 +92,9 @@ def run(args: argparse.Namespace) -> int:
         if trial.memory is not None:
             used = (f"{size / 1e6:.1f} MB {name.replace('_', ' ')}" for name, size in trial.memory.items())
             words += f" and takes {', '.join(used)}"
-        console.print(f"The {role} engine{words}.", markup=False, soft_wrap=True)
+        say(console, f"The {role} engine{words}.")
     if costs.differences:
-        console.print(f"Costs were {costs.source}: {', '.join(costs.differences)}.", markup=False, soft_wrap=True)
+        say(console, f"Costs were {costs.source}: {', '.join(costs.differences)}.")
     return 0
 
 

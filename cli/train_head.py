@@ -19,6 +19,7 @@ from ..plugins.installation import install
 from .bench import read_prompts
 from .options import FURTHER, HIDDEN, Setting, add_quiet, add_settings, read_options
 from .progress import progress
+from .streams import say
 
 WORTHWHILE = 1e-3  # nats per token that a head should gain over a constant prediction
 
@@ -75,22 +76,19 @@ def run(args: argparse.Namespace) -> int:
         print(json.dumps({"output": str(options.output), **result.to_dict()}))
         return 0
     console.print(summary(result))
-    console.print(
+    say(
+        console,
         f"Weighted loss {result.validation[0].loss:.4f} -> {result.loss:.4f}, temperature "
         f"{result.config.temperature:.3f}, {result.examples} + {result.held_out} tokens, "
         f"mean acceptance {result.mean_acceptance:.3f}, {result.seconds:.0f} s",
-        markup=False,
-        highlight=False,
     )
     if result.calibrated.nll >= result.constant.nll - WORTHWHILE:
         console.print("This head knows little more than the mean: give it more --texts, or --contexts branched")
     console.print(f"Loss curve and reliability: {options.output / 'training.svg'}", markup=False)
-    console.print(
+    say(
+        console,
         f"Next: draftwood build --target {shell_word(options.target)} --draft {shell_word(options.draft)} "
         f"--acceptance-head {shell_word(options.output)} --output BUNDLE",
-        markup=False,
-        highlight=False,
-        soft_wrap=True,
     )
     return 0
 

@@ -1,8 +1,12 @@
-"""Fused tensors, which hold several matrices over the same input (Phi-3 has them), read as single matrices."""
+"""Checkpoints seen differently: matrices of fused tensors (Phi-3 has them), and a vocabulary that is cut or trimmed.
+
+Many embeddings have additional rows that belong to no token: they are cut off. A trimmed draft reads every token and
+predicts some of them.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Container
+from collections.abc import Container, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -24,57 +28,72 @@ DIFFERS = (
 
 
 class Part(NamedTuple):
-    """Rows `first` to `first + rows` of a tensor that has `total` rows."""
+    """Rows of another tensor."""
 
     tensor: str
-    first: int
-    rows: int
-    total: int
+    rows: slice | NDArray[np.int64]
+    number: int  # of rows
+    total: int | None = None  # rows that the other tensor must have
+    is_fallback: bool = False  # only where there is no tensor of its own
 
 
-class Split:
-    """A TensorSource over another one. A matrix that the other one lacks is read from the fused tensor that holds
-    it."""
+class RowsOfTensors:
+    """A TensorSource over another one, of which some tensors are rows of others."""
 
-    def __init__(self, source: TensorSource, config: LlamaConfig) -> None:
-        self._source, self._parts = source, fused_parts(config)
+    def __init__(self, source: TensorSource, parts: Mapping[str, Part]) -> None:
+        self._source, self._parts = source, parts
+
+    def _part(self, name: str) -> Part | None:
+        part = self._parts.get(name)
+        return None if part is None or (part.is_fallback and self._source.stored(name) is not None) else part
 
     def stored(self, name: str) -> Stored | None:
-        found, part = self._source.stored(name), self._parts.get(name)
-        if found is not None or part is None:
-            return found
-        whole = self._source.stored(part.tensor)
-        if whole is None:
-            return None
-        if whole.shape[:1] != (part.total,):
+        part = self._part(name)
+        whole = self._source.stored(name if part is None else part.tensor)
+        if part is None or whole is None:
+            return whole
+        if part.total is not None and whole.shape[:1] != (part.total,):
             raise CheckpointError(
                 f"tensor {part.tensor} has shape {whole.shape}, config.json asks for {part.total} rows; "
                 "the checkpoint's files belong to different models"
             )
-        return whole._replace(shape=(part.rows, *whole.shape[1:]))
+        return whole._replace(shape=(part.number, *whole.shape[1:]))
 
     def tensor(self, name: str) -> NDArray[Any]:
-        part = self._parts.get(name)
-        if part is None or self._source.stored(name) is not None:
-            return self._source.tensor(name)
-        return self._source.tensor(part.tensor)[part.first : part.first + part.rows]
+        part = self._part(name)
+        return self._source.tensor(name) if part is None else self._source.tensor(part.tensor)[part.rows]
 
     def blocks(self, name: str) -> Blocks | None:
         """See BlockSource.blocks."""
-        part = self._parts.get(name)
-        if part is None or self._source.stored(name) is not None:
-            return stored_blocks(self._source, name)
-        whole = stored_blocks(self._source, part.tensor)
-        return None if whole is None else whole.rows(slice(part.first, part.first + part.rows))
+        part = self._part(name)
+        whole = stored_blocks(self._source, name if part is None else part.tensor)
+        return whole if whole is None or part is None else whole.rows(part.rows)
+
+
+def split(source: TensorSource, config: LlamaConfig) -> RowsOfTensors:
+    """A source in which matrices that it lacks are read from the fused tensors that hold them."""
+    return RowsOfTensors(source, fused_parts(config))
 
 
 def fused_parts(config: LlamaConfig) -> dict[str, Part]:
     """Where each tensor of a model lies if it is part of a fused one."""
-    parts = dict[str, Part]()
-    for layer in network_of(config).layers:
-        for matrix, module in ((layer.qkv, QKV), (layer.gate_up, GATE_UP)):
-            parts |= parts_of(matrix, module)
-    return parts
+    layers = network_of(config).layers
+    return dict(
+        part
+        for layer in layers
+        for matrix, module in ((layer.qkv, QKV), (layer.gate_up, GATE_UP))
+        for part in parts_of(matrix, module)
+    )
+
+
+def parts_of(matrix: Matrix, module: str) -> Iterator[tuple[str, Part]]:
+    """The rows of each source of a merged matrix in the tensors of the fused module, which holds them in this order."""
+    first, total = 0, sum(matrix.outputs)
+    for source, rows in zip(matrix.sources, matrix.outputs, strict=True):
+        fused, place = f"{source.rpartition('.')[0]}.{module}", slice(first, first + rows)
+        for kind in ("weight", "bias") if matrix.bias else ("weight",):
+            yield f"{source}.{kind}", Part(f"{fused}.{kind}", place, rows, total, is_fallback=True)
+        first += rows
 
 
 def tensors_needed(config: LlamaConfig, names: Container[str]) -> set[str]:
@@ -83,15 +102,24 @@ def tensors_needed(config: LlamaConfig, names: Container[str]) -> set[str]:
     return {parts.get(name, name) for name in network_of(config).tensors()}
 
 
-def parts_of(matrix: Matrix, module: str) -> dict[str, Part]:
-    """The rows of each source of a merged matrix in the tensors of the fused module, which holds them in this order."""
-    found, first, total = dict[str, Part](), 0, sum(matrix.outputs)
-    for source, rows in zip(matrix.sources, matrix.outputs, strict=True):
-        fused = f"{source.rpartition('.')[0]}.{module}"
-        for kind in ("weight", "bias") if matrix.bias else ("weight",):
-            found[f"{source}.{kind}"] = Part(f"{fused}.{kind}", first, rows, total)
-        first += rows
-    return found
+def cut(source: TensorSource, tokens: int, names: tuple[str, ...] = BY_TOKEN) -> TensorSource:
+    """A source with the first `tokens` rows of the tensors `names`."""
+    return RowsOfTensors(source, {name: Part(name, slice(tokens), tokens) for name in names})
+
+
+def trimmed(source: TensorSource, tokens: NDArray[np.int64], tied: bool) -> TensorSource:
+    """A source whose vocabulary projection has the rows of `tokens` only, int64 [N]. tied: the projection's rows are
+    the embedding's. Raises CheckpointError where a tied model has another projection."""
+    head = EMBEDDING_WEIGHT if tied else HEAD_WEIGHT
+    whole, own = source.stored(head), source.stored(HEAD_WEIGHT)
+    if whole is None or whole.shape[:1] <= (int(tokens[-1]),):
+        return source  # the rows of a trimmed draft's file, which are no others, or what is refused later
+    if tied and own is not None:
+        rows = source.tensor(HEAD_WEIGHT)
+        kept = rows[tokens] if own.shape == whole.shape else rows
+        if not np.array_equal(kept, source.tensor(EMBEDDING_WEIGHT)[tokens]):
+            raise CheckpointError(DIFFERS)
+    return RowsOfTensors(source, {HEAD_WEIGHT: Part(head, tokens, len(tokens))})
 
 
 def check_tied(source: TensorSource) -> None:
@@ -103,75 +131,6 @@ def check_tied(source: TensorSource) -> None:
     same = embedding.shape == head.shape
     if not same or not np.array_equal(source.tensor(EMBEDDING_WEIGHT), source.tensor(HEAD_WEIGHT)):
         raise CheckpointError(DIFFERS)
-
-
-class CutVocabulary:
-    """A TensorSource over another one. It keeps the first `tokens` rows of the tensors `names`."""
-
-    def __init__(self, source: TensorSource, tokens: int, names: tuple[str, ...] = BY_TOKEN) -> None:
-        self._source, self._tokens, self._names = source, tokens, names
-
-    def stored(self, name: str) -> Stored | None:
-        found = self._source.stored(name)
-        if found is None or name not in self._names:
-            return found
-        return found._replace(shape=(self._tokens, *found.shape[1:]))
-
-    def tensor(self, name: str) -> NDArray[Any]:
-        found = self._source.tensor(name)
-        return found[: self._tokens] if name in self._names else found
-
-    def blocks(self, name: str) -> Blocks | None:
-        """See BlockSource.blocks."""
-        found = stored_blocks(self._source, name)
-        return found if found is None or name not in self._names else found.rows(slice(self._tokens))
-
-
-class TrimmedVocabulary:
-    """A TensorSource over another one, whose vocabulary projection has the rows of `tokens` only, int64 [N].
-
-    tied: the projection's rows are the embedding's. Raises CheckpointError where a tied model has another projection.
-    """
-
-    def __init__(self, source: TensorSource, tokens: NDArray[np.int64], tied: bool) -> None:
-        self._source, self._tokens = source, tokens
-        self._head = EMBEDDING_WEIGHT if tied else HEAD_WEIGHT
-        if tied and source.stored(HEAD_WEIGHT) is not None and not self._repeats_embedding():
-            raise CheckpointError(DIFFERS)
-
-    def stored(self, name: str) -> Stored | None:
-        if name != HEAD_WEIGHT:
-            return self._source.stored(name)
-        found = self._source.stored(self._head)
-        return None if found is None else found._replace(shape=(self._rows(found), *found.shape[1:]))
-
-    def tensor(self, name: str) -> NDArray[Any]:
-        return self._source.tensor(name) if name != HEAD_WEIGHT else self._kept(self._source.tensor(self._head))
-
-    def blocks(self, name: str) -> Blocks | None:
-        """See BlockSource.blocks."""
-        if name != HEAD_WEIGHT:
-            return stored_blocks(self._source, name)
-        found = stored_blocks(self._source, self._head)
-        return None if found is None else Blocks(found.bits, *(self._kept(rows) for rows in found[1:]))
-
-    def _rows(self, found: Stored) -> int:
-        """Rows of the projection; another number than N, which is refused later, where it has too few."""
-        (rows, *_), last = found.shape or (0,), int(self._tokens[-1])
-        return len(self._tokens) if rows > last or (rows == len(self._tokens) and self._head == HEAD_WEIGHT) else rows
-
-    def _kept(self, rows: NDArray[Any]) -> NDArray[Any]:
-        """The rows of the kept tokens; a file of a trimmed draft may hold no others."""
-        return rows if len(rows) == len(self._tokens) else rows[self._tokens]
-
-    def _repeats_embedding(self) -> bool:
-        shape, embedding = self._source.stored(HEAD_WEIGHT), self._source.stored(EMBEDDING_WEIGHT)
-        if shape is None or embedding is None or embedding.shape[:1] <= (int(self._tokens[-1]),):
-            return embedding is None  # which is refused as missing, or as too short
-        if shape.shape not in (embedding.shape, (len(self._tokens), *embedding.shape[1:])):
-            return False
-        head, rows = self._source.tensor(HEAD_WEIGHT), self._source.tensor(EMBEDDING_WEIGHT)
-        return np.array_equal(self._kept(head), rows[self._tokens])
 
 
 def read_kept_tokens(source: TensorSource, count: int, vocab_size: int) -> NDArray[np.int64]:

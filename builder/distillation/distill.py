@@ -6,7 +6,6 @@ the checkpoint of the training (`training.safetensors`). The same command goes o
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -24,6 +23,7 @@ from ...models.errors import ConfigError
 from ...models.plain_files import read_object
 from ...plugins.native.processor import available
 from ...runtime.bundle.staging import replaceable
+from ...runtime.text.tokenizer import Tokenizer
 from ..checkpoints.checkpoint import Checkpoint
 from ..checkpoints.hub import MODEL, local_folder
 from ..kept_tokens import expected_counts, kept_tokens
@@ -36,8 +36,8 @@ from .card import origin_of
 from .conversation import layout_of, questions_of
 from .draft import FIGURES, Report, Start, check_beginning, read_start, write_draft
 from .loss import Acceptance, estimate
-from .network import DraftNetwork, DraftShape, initialise
-from .options import LAYERS, SIZES, VOCABULARY, WORTH_MINUTES, DistillOptions
+from .network import DraftNetwork, draft_config, initialise
+from .options import VOCABULARY, WORTH_MINUTES, DistillOptions
 from .state import (
     ANSWER,
     ANSWER_TEMPERATURES,
@@ -50,7 +50,7 @@ from .state import (
     write_json,
     write_text,
 )
-from .target import COLUMNS, TextTarget, check_target, compile_target, open_tokenizer
+from .target import COLUMNS, TextTarget, check_target, compile_target
 from .text import TextCounts, TextLimits, TextWriter, fingerprint
 from .training import MEASURED_SECONDS, Progress, Schedule, Trainer
 
@@ -62,23 +62,21 @@ MOST_STATES = 4096  # hidden states from which the rows of untrained tokens are 
 
 
 class Watch(NamedTuple):
-    """What a caller hears. text: after each text, with the seconds spent on text. training: after each estimate, with
-    the progress. step: after each step, see Schedule. clock: the present time in seconds; tests count steps instead.
-    measured: seconds between two estimates. limits: bounds of a text."""
+    """What a caller hears, and when."""
 
-    text: Callable[[TextCounts, float], None] = lambda counts, seconds: None
-    training: Callable[[Acceptance, Progress], None] = lambda found, progress: None
-    step: Callable[[float, float], None] = lambda seconds, divergence: None
-    clock: Callable[[], float] = monotonic
-    measured: float = MEASURED_SECONDS
+    text: Callable[[TextCounts, float], None] = lambda counts, seconds: None  # after each text, with seconds on text
+    training: Callable[[Acceptance, Progress], None] = lambda found, progress: None  # after each estimate
+    step: Callable[[float, float], None] = lambda seconds, divergence: None  # after each step, see Schedule
+    clock: Callable[[], float] = monotonic  # the present time in seconds; tests count steps instead
+    measured: float = MEASURED_SECONDS  # between two estimates
     limits: TextLimits = TextLimits()
 
 
 class DistillResult(NamedTuple):
-    """figures: the content of distillation.json; empty where only text was written."""
+    """What a distillation made."""
 
     output: Path
-    figures: dict[str, Any]
+    figures: dict[str, Any]  # the content of distillation.json; empty where only text was written
 
 
 def distill(options: DistillOptions, begin: Begin, watch: Watch = Watch()) -> DistillResult:  # noqa: B008 - a NamedTuple
@@ -86,10 +84,7 @@ def distill(options: DistillOptions, begin: Begin, watch: Watch = Watch()) -> Di
     target = Checkpoint(local_folder(options.target, MODEL, begin))
     refuse_draft(target)
     start = read_start(options.start, target) if options.start is not None else None
-    shape = DraftShape(
-        LAYERS if options.layers is None else options.layers, *(getattr(options, name) for name in SIZES)
-    )
-    config = shape.config(target.config) if start is None else start.config  # impossible ones are refused before text
+    config = draft_config(options, target.config) if start is None else start.config  # refused before text is written
     if options.output.exists() and not replaceable(options.output, FIGURES):
         raise ConfigError(f"{options.output} exists and is no distilled draft: choose another --output")
     check_target(target, options.folder / "target")
@@ -111,7 +106,7 @@ def write_training_text(options: DistillOptions, target: Checkpoint, begin: Begi
         return
     with locked(folder / "texts"):
         spec = compile_target(target, folder / "target", begin)
-        with open_tokenizer(folder / "target") as tokenizer:
+        with Tokenizer.load(folder / "target") as tokenizer:
             questions = questions_of(tokenizer, list(options.questions))
             layout = layout_of(tokenizer, asked=bool(questions))
             check_known(chain(*questions), tokenizer, target.config.vocab_size, "a prompt")
@@ -207,7 +202,7 @@ def train(
 
 def special_tokens(options: DistillOptions, target: Checkpoint, begin: Begin) -> set[int]:
     """Tokens that the draft can write however rare they are in the text."""
-    with tempfile.TemporaryDirectory() as folder, target.write_tokenizer(Path(folder)) as tokenizer:
+    with target.tokenizer() as tokenizer:
         return {*tokenizer.special_token_ids, *end_of_text(target, begin)}
 
 

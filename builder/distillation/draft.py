@@ -8,7 +8,6 @@ projection is its rows of these tokens.
 from __future__ import annotations
 
 import json
-import tempfile
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -27,10 +26,9 @@ from ...models.layers import EMBEDDING_WEIGHT, HEAD_WEIGHT
 from ...models.plain_files import read_object
 from ...runtime.bundle.staging import staging_folder
 from ...runtime.text.tokenizer import TOKENIZER
-from ..checkpoints.checkpoint import Checkpoint
+from ..checkpoints.checkpoint import Checkpoint, check_same_tokens
 from ..kept_tokens import offsets
-from ..tokenizer import check_same_vocabulary
-from .card import Origin, card
+from .card import EARLIER, Origin, card
 from .network import DraftNetwork
 from .state import write_json
 from .target import digest
@@ -41,22 +39,20 @@ PICTURE = "acceptance.svg"
 MARGIN = 60.0  # nats by which a token without training should lie below the lowest best logit
 RIDGE = 1e-3
 BEGINNING = "beginning.json"  # beside the checkpoint of a training
-NAMED = ("text_tokens", "tokens_seen", "training_minutes")  # of an earlier distillation, for the new figures
 
 
 class Report(NamedTuple):
-    """What stands beside the weights. figures: JSON-ready. picture: SVG."""
+    """What stands beside the weights."""
 
-    figures: Mapping[str, Any]
-    picture: str
+    figures: Mapping[str, Any]  # JSON-ready
+    picture: str  # SVG
 
 
 class Losing(NamedTuple):
-    """The row [H] of the projection for tokens that the draft never writes, and the largest probability of all of
-    these tokens together at the states from which the row was made."""
+    """The projection for tokens that the draft never writes."""
 
-    row: Tensor
-    probability: float
+    row: Tensor  # [H]
+    probability: float  # the largest of all these tokens together, at the states from which the row was made
 
 
 def write_draft(
@@ -159,14 +155,12 @@ def compact(file: Path) -> None:
 
 
 class Start(NamedTuple):
-    """A finished draft. config: of the network in training, whose projection is tied: the embedding has a row for
-    whatever token the draft shall write. kept: int64 [N], the tokens that it writes so far. earlier: figures of its own
-    distillation, see NAMED."""
+    """A finished draft with which a training begins."""
 
     checkpoint: Checkpoint
-    config: LlamaConfig
-    kept: NDArray[np.int64]
-    earlier: Mapping[str, Any]
+    config: LlamaConfig  # of the network in training, whose projection is tied: it has a row for whatever token
+    kept: NDArray[np.int64]  # [N], the tokens that it writes so far
+    earlier: Mapping[str, Any]  # figures of its own distillation, see EARLIER
 
     def load(self, network: DraftNetwork) -> None:
         """Copy the weights."""
@@ -184,13 +178,7 @@ def read_start(folder: Path, target: Checkpoint) -> Start:
             f"{folder} reads {config.vocab_size} tokens, and the target has {target.config.vocab_size}: give a draft "
             "of this target with --from"
         )
-    with (
-        tempfile.TemporaryDirectory() as ours,
-        tempfile.TemporaryDirectory() as theirs,
-        target.write_tokenizer(Path(ours)) as wanted,
-        checkpoint.write_tokenizer(Path(theirs)) as given,
-    ):
-        check_same_vocabulary(wanted, given)
+    check_same_tokens(target, checkpoint)
     plain = config.variant == Variant() and config.rope_scaling is None
     if kept is None or not plain or config.attention_bias or config.mlp_bias or not is_tied(checkpoint, kept):
         raise ConfigError(
@@ -201,7 +189,7 @@ def read_start(folder: Path, target: Checkpoint) -> Start:
         figures = read_object(folder / FIGURES)
     except (OSError, ValueError) as error:
         raise ConfigError(f"{folder / FIGURES} cannot be read ({error}): give a folder of `distill`") from error
-    earlier = {name: figures[name] for name in NAMED if isinstance(figures.get(name), int | float)}
+    earlier = {name: figures[name] for name in EARLIER if isinstance(figures.get(name), int | float)}
     config = replace(config, draft_vocab_size=None, tie_embeddings=True)
     return Start(checkpoint, config, kept.astype(np.int64), earlier)
 

@@ -7,7 +7,6 @@ import json
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from types import TracebackType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -26,7 +25,6 @@ from ...runtime.engines.passes import Steps
 from ...runtime.engines.shared.memory import CacheBudget, cache_budget
 from ...runtime.engines.shared.pool import PooledEngine
 from ...runtime.sampling.softmax import Softmax
-from ...runtime.text.tokenizer import Tokenizer
 from ..checkpoints.checkpoint import Checkpoint
 from ..comparison import compare
 from ..engines.make import Source, engine_spec, make_engine
@@ -43,7 +41,7 @@ SHARE = 1e-5  # tokens below this share of the most probable one's probability c
 
 
 class TextTarget:
-    """An open target for up to `requests` texts at a time. The caller closes it."""
+    """An open target for up to `requests` texts at a time: a context, which closes it."""
 
     def __init__(self, folder: Path, spec: EngineSpec, requests: int, eos: tuple[int, ...], threads: int) -> None:
         """folder: as `compile_target` wrote it."""
@@ -56,17 +54,12 @@ class TextTarget:
         self.eos = eos
         self.vocab_size = spec.model.vocab_size
 
-    def close(self) -> None:
-        self.pool.close()
-        self._engine.close()
-
     def __enter__(self) -> TextTarget:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
+    def __exit__(self, *_: object) -> None:
+        self.pool.close()
+        self._engine.close()
 
 
 def text_spec(checkpoint: Checkpoint, folder: Path) -> tuple[Source, EngineSpec, BuildOptions]:
@@ -131,11 +124,6 @@ def read_identity(folder: Path) -> dict[str, Any] | None:
     return identity
 
 
-def open_tokenizer(folder: Path) -> Tokenizer:
-    """The tokenizer that `compile_target` wrote."""
-    return Tokenizer.load(folder)
-
-
 def digest(checkpoint: Checkpoint) -> str:
     """SHA-256 of a model's configuration and of some of its tensors, which tells models apart."""
     network = network_of(checkpoint.config)
@@ -146,12 +134,11 @@ def digest(checkpoint: Checkpoint) -> str:
 
 
 class TopTokens(NamedTuple):
-    """A distribution at temperature 1. ids: unsigned [K], best first. logprobs: float16 [K], -inf where there are fewer
-    tokens. tail: the probability of all other tokens."""
+    """A distribution at temperature 1."""
 
-    ids: NDArray[np.unsignedinteger[Any]]
-    logprobs: NDArray[np.float16]
-    tail: float
+    ids: NDArray[np.unsignedinteger[Any]]  # [K], best first
+    logprobs: NDArray[np.float16]  # [K], -inf where there are fewer tokens
+    tail: float  # the probability of all other tokens
 
 
 class TopSelector:

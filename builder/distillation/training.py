@@ -32,25 +32,23 @@ MATRIX_RATE = 13  # Muon's learning rate over AdamW's: its updates are orthogona
 
 
 class Point(NamedTuple):
-    """One estimate. seconds: of training. tokens: seen by the draft, repeated ones included. text_tokens: stored by
-    then. training_loss: the mean since the last point; nan at the first one. acceptance: at temperature 0, and at the
-    other temperatures; None where nothing was measured. loss: held out."""
+    """One estimate."""
 
-    seconds: float
-    tokens: int
-    text_tokens: int
-    training_loss: float | None
-    acceptance: tuple[float | None, ...]
-    loss: float | None
+    seconds: float  # of training
+    tokens: int  # seen by the draft, repeated ones included
+    text_tokens: int  # stored by then
+    training_loss: float | None  # the mean since the last point; None at the first one
+    acceptance: tuple[float | None, ...]  # see Acceptance
+    loss: float | None  # held out
 
 
 class Progress(NamedTuple):
-    """What a checkpoint knows besides tensors. best: the highest mean acceptance so far."""
+    """What a checkpoint knows besides tensors."""
 
     seconds: float = 0.0
     steps: int = 0
     tokens: int = 0
-    best: float = 0.0
+    best: float = 0.0  # the highest mean acceptance so far
     curve: tuple[Point, ...] = ()
 
     def pictured(self) -> list[dict[str, list[tuple[float, float]]]]:
@@ -70,13 +68,12 @@ class Progress(NamedTuple):
 
 
 class Schedule(NamedTuple):
-    """When a training ends and measures. seconds: of training in all. clock: returns the present time in seconds;
-    tests count steps instead. measured: seconds between two estimates. heard: called after each step with the seconds
-    of training so far and the divergence."""
+    """When a training ends and measures."""
 
-    seconds: float
-    clock: Callable[[], float]
-    measured: float = MEASURED_SECONDS
+    seconds: float  # of training in all
+    clock: Callable[[], float]  # the present time in seconds; tests count steps instead
+    measured: float = MEASURED_SECONDS  # between two estimates
+    # Called after each step with the seconds of training so far and the divergence.
     heard: Callable[[float, float], None] = lambda seconds, divergence: None
 
 
@@ -165,9 +162,8 @@ class Trainer:
     def _measure(self, held_out: Sequence[Batch], losses: Sequence[float], text_tokens: int) -> Acceptance:
         found = estimate(self.network, held_out)
         mean = sum(losses) / len(losses) if losses else None
-        values = tuple(None if value != value else value for value in (found.top1, *found.overlaps))
         now = self.progress
-        point = Point(now.seconds, now.tokens, text_tokens, mean, values, found.loss)
+        point = Point(now.seconds, now.tokens, text_tokens, mean, found.values, found.loss)
         self.progress = now._replace(curve=(*now.curve, point))
         return found
 

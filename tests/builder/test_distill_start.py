@@ -16,7 +16,8 @@ from safetensors.torch import load_file, save_file
 
 from draftwood.builder.checkpoints.checkpoint import Checkpoint
 from draftwood.builder.distillation import distill as distill_module
-from draftwood.builder.distillation.draft import NAMED, is_tied, read_start
+from draftwood.builder.distillation.card import EARLIER
+from draftwood.builder.distillation.draft import is_tied, read_start
 from draftwood.builder.distillation.loss import estimate
 from draftwood.builder.distillation.network import DraftNetwork
 from draftwood.builder.distillation.state import TextStore
@@ -53,7 +54,7 @@ def test_a_training_begins_with_an_earlier_draft(draft: Path, target: Path, tmp_
         distilled(options(target, tmp_path / "other", state=state, text_minutes=0))
     earlier = json.loads((draft / "distillation.json").read_text())
     assert figures["vocabulary"] == 64 and figures["hidden"] == 32
-    assert figures["started_from"] == {name: earlier[name] for name in NAMED}
+    assert figures["started_from"] == {name: earlier[name] for name in EARLIER}
     assert "began with an earlier draft" in (tmp_path / "next" / "README.md").read_text()
     first = json.loads((state / "training.json").read_text())["curve"][0]["loss"]
     assert first == pytest.approx(estimate_of(draft, target, state), rel=1e-3)  # both are rounded to bf16

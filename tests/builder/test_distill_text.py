@@ -29,7 +29,7 @@ from draftwood.builder.distillation.state import (
     is_held_out,
     locked,
 )
-from draftwood.builder.distillation.target import TextTarget, TopSelector, compile_target, open_tokenizer
+from draftwood.builder.distillation.target import TextTarget, TopSelector, compile_target
 from draftwood.builder.distillation.text import LOOPS, TextWriter, fingerprint, is_repeating
 from draftwood.models.errors import ConfigError
 from draftwood.runtime.engines.passes import causal_batch
@@ -322,7 +322,7 @@ def test_a_prompt_that_is_too_long_is_refused(target: Path, tmp_path: Path) -> N
 
 def test_writer_reads_the_numbers_of_the_stored_texts(state: Path, target: Path) -> None:
     spec = compile_target(Checkpoint(target), state / "target", quiet)
-    with open_tokenizer(state / "target") as tokenizer, TextTarget(state / "target", spec, 2, (2,), 1) as engine:
+    with Tokenizer.load(state / "target") as tokenizer, TextTarget(state / "target", spec, 2, (2,), 1) as engine:
         store = TextStore(state / "texts", 320, COLUMNS)
         stored = sum(1 for _ in store.read())
         writer = TextWriter(engine, layout_of(tokenizer), store, requests=2, limits=LIMITS)
