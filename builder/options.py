@@ -25,49 +25,33 @@ class SelfDraft(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class BuildOptions:
-    """The options of a build. Raises ConfigError for options that this release does not support.
+    """The options of a build. Raises ConfigError for options that this release does not support."""
 
-    backend: one of BACKENDS; the command line's default asks `choose_backend`.
-    target, draft: Hugging Face folders or GGUF files. A draft may also be a SelfDraft, or None for a bundle that
-    decodes plainly or by prompt lookup. output: the bundle's folder. max_length: most tokens of prompt and output; None
-    takes the length for which both models were trained, up to 8192. widths: allowed numbers of rows of a pass.
-    max_batch: most requests that share a pass of a TensorRT plan, which has caches for this many; the CPU backends have
-    no such limit. acceptance_head: output folder of draftwood train-head; its head becomes part of the draft's graph.
-    draft_backend, draft_precision: None takes the target's, with one exception. A native draft is int8 if its matrices
-    divide into blocks, and so is the draft of an int4 target: 8 bits cost no acceptance; 4 bits do and save no time.
-    lora, draft_lora: folders of LoRA adapters (PEFT), which are merged into the models. Each of these four may be an id
-    of the Hugging Face Hub instead (checkpoints/hub.py).
-    draft_vocabulary: how many tokens the draft predicts, the most frequent ones; None keeps all that it has.
-    draft_vocabulary_text: a text, or JSON lines, in which tokens are counted; None goes by the order of their ids.
-    cache_precision: of keys and values, one of Backend.caches; None takes the default.
-    calibration: a text whose first tokens the model reads while its matrices are rounded to native int4; None rounds
-    each weight by itself.
-    graphs: a folder for the ONNX graphs from which TensorRT's plans are compiled. The other options are only for the
-    TensorRT backends, too: see CompileOptions.
-    """
-
-    target: Path
-    draft: Path | SelfDraft | None
-    output: Path
-    backend: str = "onnxruntime"
+    target: Path  # Hugging Face folder, GGUF file, or id on the Hub, as `draft`, `lora` and `draft_lora` may be one
+    draft: Path | SelfDraft | None  # None: the bundle decodes plainly or by prompt lookup
+    output: Path  # the bundle's folder
+    backend: str = "onnxruntime"  # one of BACKENDS; the command line's default asks `choose_backend`
     precision: str | None = None  # None: the backend's first precision
+    # None takes the target's, with one exception: a native draft is int8 if its matrices divide into blocks, and so is
+    # the draft of an int4 target. 8 bits cost no acceptance; 4 bits do and save no time.
     draft_backend: str | None = None
     draft_precision: str | None = None
-    max_length: int | None = None
-    widths: tuple[int, ...] = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64)
-    max_batch: int = 1
-    acceptance_head: Path | None = None
-    lora: Path | None = None
+    max_length: int | None = None  # most tokens of prompt and output; None: what both models support, up to 8192
+    widths: tuple[int, ...] = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64)  # allowed numbers of rows of a pass
+    max_batch: int = 1  # most requests that share a pass of a TensorRT plan, which has caches for this many
+    acceptance_head: Path | None = None  # output folder of draftwood train-head, merged into the draft's graph
+    lora: Path | None = None  # folder of a LoRA adapter (PEFT) to merge into the target
     draft_lora: Path | None = None
-    draft_vocabulary: int | None = None
-    draft_vocabulary_text: Path | None = None
-    cache_precision: str | None = None
-    calibration: Path | None = None
+    draft_vocabulary: int | None = None  # how many tokens the draft predicts, the most frequent; None: all it has
+    draft_vocabulary_text: Path | None = None  # in which tokens are counted; None goes by the order of their ids
+    cache_precision: str | None = None  # of keys and values, one of Backend.caches; None takes the default
+    calibration: Path | None = None  # a text that the model reads while its matrices are rounded to native int4
+    # The rest is for the TensorRT backends, see CompileOptions.
     compute_capability: tuple[str, ...] = ()
     plugin: bool | None = None
     workspace: int | None = None
     timing_cache: Path | None = None
-    graphs: Path | None = None
+    graphs: Path | None = None  # a folder for the ONNX graphs from which the plans are compiled
 
     def __post_init__(self) -> None:
         if self.backend not in BACKENDS:

@@ -28,12 +28,11 @@ T = TypeVar("T")
 
 
 class Setting(NamedTuple):
-    """An option for a field of a dataclass. is_further: shown by --help-all only. default: in words, where it is not
-    the dataclass's."""
+    """An option for a field of a dataclass."""
 
     help: str
-    is_further: bool = True
-    default: str = ""
+    is_further: bool = True  # shown by --help-all only
+    default: str = ""  # in words, where it is not the dataclass's
 
 
 SAMPLING = {

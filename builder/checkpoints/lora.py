@@ -41,14 +41,13 @@ MOST_RANK, MOST_ALPHA, MOST_PATTERNS = 1 << 16, 1e9, 1 << 12
 
 @dataclass(frozen=True, slots=True)
 class Scales:
-    """Ranks and scales of adapter_config.json. rank, alpha: r and lora_alpha. by_root: use_rslora. ranks, alphas:
-    rank_pattern and alpha_pattern; a key is the end of a module's name, or `^` and the whole name."""
+    """Ranks and scales of adapter_config.json. A pattern's key is the end of a module's name, or `^` and the name."""
 
-    rank: int
-    alpha: float
-    by_root: bool
-    ranks: Mapping[str, int]
-    alphas: Mapping[str, float]
+    rank: int  # r
+    alpha: float  # lora_alpha
+    by_root: bool  # use_rslora
+    ranks: Mapping[str, int]  # rank_pattern
+    alphas: Mapping[str, float]  # alpha_pattern
 
     def rank_of(self, module: str) -> int:
         return self.ranks.get(pattern_of(self.ranks, module), self.rank)

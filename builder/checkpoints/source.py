@@ -16,21 +16,20 @@ from ...runtime.text.tokenizer import Tokenizer
 
 
 class Stored(NamedTuple):
-    """A tensor as its file describes it. dtype: its name in the file. is_read: whether `tensor` supports this dtype."""
+    """A tensor as its file describes it."""
 
     shape: tuple[int, ...]
-    dtype: str
-    is_read: bool = True
+    dtype: str  # its name in the file
+    is_read: bool = True  # whether `tensor` supports this dtype
 
 
 class Blocks(NamedTuple):
-    """A matrix [N, K] in the blocks in which its file stores it: weight = code * scale + offset. bits: of a code, 8 or
-    4. codes: int8 [N, K]. scales, offsets: float32 [N, K / block], numbers that fp16 can hold."""
+    """A matrix [N, K] in the blocks in which its file stores it: weight = code * scale + offset."""
 
-    bits: int
-    codes: NDArray[np.int8]
-    scales: NDArray[np.float32]
-    offsets: NDArray[np.float32]
+    bits: int  # of a code, 8 or 4
+    codes: NDArray[np.int8]  # [N, K]
+    scales: NDArray[np.float32]  # [N, K / block], numbers that fp16 can hold
+    offsets: NDArray[np.float32]  # the same
 
     def rows(self, chosen: slice | NDArray[np.int64]) -> Blocks:
         """Some rows of the matrix."""

@@ -154,7 +154,9 @@ def train(
         kept = start.kept
     else:
         size = VOCABULARY if options.vocabulary is None else options.vocabulary
-        kept = kept_tokens(counts, size, special_tokens(options, target, begin))
+        kept = kept_tokens(
+            np.argsort(-counts, kind="stable"), size, special_tokens(options, target, begin), "--vocabulary"
+        )
     held_out = held_out_batches(store, options.context)
     if not held_out:
         raise ConfigError(nothing_held_out(options, sum(1 for _ in store.read())))

@@ -38,29 +38,27 @@ from .training import HeadTraining
 
 
 class Responses(NamedTuple):
-    """Texts of the target. prefix int64 [B, P]: prompts, padded on the left. padding int64 [B]. x int64 [B, T]: the
-    generated tokens. p float32 [B, T, V]: logits of the target before each token. valid bool [B, T]: true up to the end
-    of the text."""
+    """Texts of the target."""
 
-    prefix: Tensor
-    padding: Tensor
-    x: Tensor
-    p: Tensor
-    valid: Tensor
+    prefix: Tensor  # int64 [B, P], prompts, padded on the left
+    padding: Tensor  # int64 [B]
+    x: Tensor  # int64 [B, T], the generated tokens
+    p: Tensor  # float32 [B, T, V], logits of the target before each token
+    valid: Tensor  # bool [B, T], true up to the end of the text
 
 
 class Labels(NamedTuple):
-    """y int64 [B, T]: one draft token per position. p_acc float32 [B, T]: probability that the target accepts it."""
+    """One draft token per position."""
 
-    y: Tensor
-    p_acc: Tensor
+    y: Tensor  # int64 [B, T]
+    p_acc: Tensor  # float32 [B, T], the probability that the target accepts it
 
 
 class Examples(NamedTuple):
-    """hidden float32 [N, d]: the draft's state after reading one of its own tokens. p_acc float32 [N]."""
+    """What a head learns from."""
 
-    hidden: Tensor
-    p_acc: Tensor
+    hidden: Tensor  # float32 [N, d], the draft's state after reading one of its own tokens
+    p_acc: Tensor  # float32 [N]
 
 
 class Reader:

@@ -83,11 +83,10 @@ def test_overlap_is_exact_where_all_tokens_are_known_and_otherwise_lower(seed: i
 
 
 def test_the_most_frequent_tokens_and_the_special_ones_are_kept() -> None:
-    kept = kept_tokens(np.array([0.0, 5, 1, 9, 2, 9]), 3, {0, 77})
-    assert kept.tolist() == [0, 3, 5]
-    assert kept_tokens(np.zeros(4), 9, ()).tolist() == [0, 1, 2, 3]
-    with pytest.raises(ConfigError, match=r"no room for the 3 special tokens .* --vocabulary 4"):
-        kept_tokens(np.zeros(9), 2, {1, 5, 7})
+    assert kept_tokens(np.array([3, 5, 1, 4, 2, 0]), 3, {0, 77}, "--x").tolist() == [0, 3, 5]
+    assert kept_tokens(np.arange(4), 9, (), "--x").tolist() == [0, 1, 2, 3]
+    with pytest.raises(ConfigError, match=r"--x 2 leaves no room .* beside the 3 special ones: ask for at least 4"):
+        kept_tokens(np.arange(9), 2, {1, 5, 7}, "--x")
 
 
 def test_counts_are_the_targets_probabilities() -> None:

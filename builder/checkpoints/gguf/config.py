@@ -37,14 +37,12 @@ OF_YARN = {"yarn_attn_factor": "attention_factor", "yarn_beta_fast": "beta_fast"
 
 
 class Family(NamedTuple):
-    """How GGUF files store one architecture. name: Hugging Face's name of the architecture. permuted: whether the rows
-    of queries and keys are permuted, see `unpermuted`. layer: Hugging Face's modules of a layer, by GGUF's names.
-    scales: Hugging Face's names of further settings, by GGUF's."""
+    """How GGUF files store one architecture."""
 
-    name: str
-    permuted: bool = False
-    layer: Mapping[str, str] = LAYER
-    scales: Mapping[str, str] = {}
+    name: str  # Hugging Face's
+    permuted: bool = False  # the rows of queries and keys, see `unpermuted`
+    layer: Mapping[str, str] = LAYER  # Hugging Face's modules of a layer, by GGUF's names
+    scales: Mapping[str, str] = {}  # Hugging Face's names of further settings, by GGUF's
 
 
 FAMILIES = {

@@ -56,14 +56,13 @@ KINDS = {
 
 
 class Tensor(NamedTuple):
-    """A tensor's place and type. shape: outermost dimension first, as in numpy. kind: the number of a type, which may
-    be unknown to GGMLQuantizationType. begin, nbytes: place in `file`; nbytes is 0 for an unknown kind."""
+    """A tensor's place and type."""
 
     file: Path
-    shape: tuple[int, ...]
-    kind: int
-    begin: int
-    nbytes: int
+    shape: tuple[int, ...]  # outermost dimension first, as in numpy
+    kind: int  # the number of a type, which may be unknown to GGMLQuantizationType
+    begin: int  # in the file
+    nbytes: int  # 0 for an unknown kind
 
     @property
     def dtype(self) -> str:
@@ -73,10 +72,10 @@ class Tensor(NamedTuple):
 
 
 class Header(NamedTuple):
-    """metadata: numbers, booleans, strings, lists of strings and numpy arrays of numbers. tensors: by GGUF's names."""
+    """All of a file but the tensors' content."""
 
-    metadata: dict[str, Any]
-    tensors: dict[str, Tensor]
+    metadata: dict[str, Any]  # numbers, booleans, strings, lists of strings and numpy arrays of numbers
+    tensors: dict[str, Tensor]  # by GGUF's names
 
 
 def read_header(file: Path) -> Header:

@@ -198,19 +198,14 @@ def token_kinds(metadata: Metadata) -> list[int]:
 
 
 class Split(NamedTuple):
-    """The steps of a split, in this order. nfc: characters are composed (Unicode NFC). patterns: each regular
-    expression splits the pieces of the one before. digits: each digit becomes a piece. gpt2: GPT-2's pattern splits
-    last.
+    """The steps of a split."""
 
-    whole: a piece that is a token is used without merges. bos: a text begins with BOS unless the file says otherwise.
-    """
-
-    patterns: tuple[str, ...] = ()
-    digits: bool = False
-    gpt2: bool = False
-    nfc: bool = False
-    whole: bool = False
-    bos: bool = False
+    patterns: tuple[str, ...] = ()  # each regular expression splits the pieces of the one before
+    digits: bool = False  # then each digit becomes a piece
+    gpt2: bool = False  # GPT-2's pattern splits last
+    nfc: bool = False  # characters are composed first (Unicode NFC)
+    whole: bool = False  # a piece that is a token is used without merges
+    bos: bool = False  # a text begins with BOS unless the file says otherwise
 
     def apply(self, tokenizer: TokenizerJson) -> None:
         """Give a tokenizer its normalizer and its pre-tokenizer."""
