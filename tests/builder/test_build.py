@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from bundling import noted
 from checkpoints import write_checkpoint, write_tokenizer
 from disk import largest_file
 
@@ -36,20 +37,16 @@ def test_a_build_says_what_it_replaces_and_what_cannot_pay(
 ) -> None:
     told: list[str] = []
 
-    def begin(step: Step) -> Callable[[], None]:
-        told.append(step.title)
-        return lambda: None
-
-    build(options, begin)
+    build(options, noted(told))
     assert not [title for title in told if title.startswith(("Replacing", "Warning"))]
     told.clear()
-    build(replace(options, draft=options.target), begin)
+    build(replace(options, draft=options.target), noted(told))
     assert f"Replacing the bundle in {options.output} at the end" in told
     assert any(title.startswith("Warning: draft and target are the same checkpoint") for title in told)
     told.clear()
     larger = write_checkpoint(tmp_path / "draft", "gqa", num_hidden_layers=3)
     write_tokenizer(larger, add_bos=True)
-    build(replace(options, draft=larger, output=tmp_path / "larger"), begin)
+    build(replace(options, draft=larger, output=tmp_path / "larger"), noted(told))
     assert any(title.startswith("Warning: the draft is larger than its target") for title in told)
 
 
@@ -206,10 +203,6 @@ def test_end_of_text_ids_come_from_both_files_and_the_vocabulary(
     (target / "config.json").write_text(json.dumps(config | {"eos_token_id": 2}))
     told: list[str] = []
 
-    def begin(step: Step) -> Callable[[], None]:
-        told.append(step.title)
-        return lambda: None
-
-    bundle = build(BuildOptions(target, options.draft, options.output), begin)
+    bundle = build(BuildOptions(target, options.draft, options.output), noted(told))
     assert bundle.manifest.eos_token_ids == (2, 5, 7)
     assert any("eos_token_id [5000]" in title for title in told)

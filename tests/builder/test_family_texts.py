@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from bundling import resigned
+from bundling import noted, resigned
 from checkpoints import VOCAB_SIZE, edit_weights, write_tokenizer
 from families import CASES, COMPARED, expected_logits, write_family
 from lowbit import greedy_texts
@@ -24,7 +23,6 @@ from draftwood.builder.head.train import train_head
 from draftwood.builder.head.training import HeadTraining
 from draftwood.builder.options import BuildOptions
 from draftwood.builder.pipeline import build
-from draftwood.builder.progress import Step
 from draftwood.cli.inspect import describe
 from draftwood.models.errors import BundleError, CheckpointError, ConfigError, RequestError
 from draftwood.runtime import LLM, SamplingParams, SpeculativeConfig
@@ -101,11 +99,7 @@ def test_rows_beyond_the_smaller_vocabulary_have_no_effect(
     said: list[str] = []
     options = BuildOptions(*folders, tmp_path / "bundle", backend, "fp32", draft_precision="fp32")
 
-    def begin(step: Step) -> Callable[[], None]:
-        said.append(step.title)
-        return lambda: None
-
-    bundle = build(options, begin)
+    bundle = build(options, noted(said))
     larger, other = ("target", "draft") if target_size > draft_size else ("draft", "target")
     sizes = max(target_size, draft_size), smaller
     assert f"Cutting the {larger}'s vocabulary of {sizes[0]} to the {other}'s {sizes[1]} tokens" in said

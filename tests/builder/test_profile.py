@@ -148,13 +148,6 @@ def test_a_table_knows_whether_passes_are_filled_up_to_a_width() -> None:
     assert not costs.target.padded and costs.draft is not None and costs.draft.padded
 
 
-@pytest.mark.parametrize("contexts", [(0,), (8, -5)])
-def test_contexts_are_numbers_of_tokens(contexts: tuple[int, ...]) -> None:
-    engines = {role: FakeEngine(random_model(0, 8), 8, role) for role in ROLES}
-    with pytest.raises(ConfigError, match="contexts must be at least 1"):
-        measure(Pair(engines, 200, {}), lambda step: lambda: None, contexts)
-
-
 def test_no_context_that_fits_is_an_error(tiny_bundle: Path) -> None:
     bundle = EngineBundle.open(tiny_bundle)
     engines = {role: bundle.open_engine(role) for role in ROLES}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from importlib.util import find_spec
 from pathlib import Path
 
 import ml_dtypes
@@ -24,7 +23,6 @@ from benchmarks.precision.quality import compare, make_spec, score_texts
 from benchmarks.tools.torch_engine import TorchEngine
 from draftwood.builder.checkpoints.checkpoint import Checkpoint
 from draftwood.builder.engines import graph
-from draftwood.builder.engines.export import export
 from draftwood.builder.options import BuildOptions
 from draftwood.builder.parallel import PART
 from draftwood.builder.parity import largest_difference, rows_of
@@ -37,7 +35,6 @@ from draftwood.models.config import LlamaConfig
 from draftwood.models.errors import BundleError, CheckpointError, ConfigError
 from draftwood.models.layers import network_of, num_parameters
 from draftwood.models.llama import Llama
-from draftwood.plugins.tensorrt import load_tensorrt, tensorrt_logger
 from draftwood.runtime import SpeculativeConfig
 from draftwood.runtime.engines.backends import BLOCKS
 from draftwood.runtime.engines.base import ForwardOutput
@@ -145,35 +142,6 @@ def test_a_matrix_of_many_parts_is_rounded_as_its_rows_are(key: tuple[str, str])
     np.testing.assert_array_equal(whole.dequantized(), weights.reshape(matrix.shape))
 
 
-def test_four_bits_err_less_in_smaller_blocks_and_less_than_unclipped() -> None:
-    """What the search for a scale is worth: 7 to 13 % of the square error of normally distributed weights."""
-    matrix = np.random.default_rng(0).standard_normal((64, 1024)).astype(np.float32)
-    errors = [np.square(WeightFormat(4, b).quantize("m", matrix).dequantized() - matrix).mean() for b in BLOCKS]
-    assert errors == sorted(errors, reverse=True)
-    for block, error in zip(BLOCKS, errors, strict=True):
-        blocks = matrix.reshape(64, -1, block)
-        step = np.abs(blocks).max(-1, keepdims=True) / 7
-        assert error < 0.95 * np.square(np.rint(blocks / step) * step - blocks).mean()
-    assert np.square(WeightFormat(8).quantize("m", matrix).dequantized() - matrix).mean() < errors[-1] / 100
-
-
-@pytest.mark.parametrize("bits", [8, 4])
-def test_dequantize_linear_gives_the_oracles_weights_bit_for_bit(bits: int, tmp_path: Path) -> None:
-    """ONNX Runtime's own DequantizeLinear over the exported codes, without any fusion."""
-    checkpoint = QuantizedCheckpoint(Checkpoint(DEMO / "draft"), WeightFormat(bits, 64))
-    export(checkpoint, bindings.TARGET, 64, tmp_path / "graph.onnx", lambda name: None)
-    model = onnx.load(tmp_path / "graph.onnx")
-    name = "layers.1/mlp/down_proj.weight/dequantized"
-    model.graph.output.append(onnx.helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, None))
-    [node] = [node for node in model.graph.node if node.name == name]
-    kept = [item for item in model.graph.initializer if item.name in node.input]
-    alone = onnx.helper.make_graph([node], "one", [], model.graph.output[-1:], kept)
-    proto = onnx.helper.make_model(alone, opset_imports=model.opset_import, ir_version=model.ir_version)
-    found = onnxruntime.InferenceSession(proto.SerializeToString()).run(None, {})[0]
-    expected = checkpoint.tensor("model.layers.1.mlp.down_proj.weight")
-    np.testing.assert_array_equal(found, expected.T)
-
-
 @pytest.mark.parametrize("precision", bindings.INTEGERS)
 @pytest.mark.parametrize("shape", ["gqa", "tied", "biases", "demo draft"])
 def test_engines_compute_with_exactly_the_oracles_weights(shape: str, precision: str, tmp_path: Path) -> None:
@@ -233,21 +201,6 @@ def test_onnx_runtime_takes_its_low_bit_kernel_for_every_matrix(precision: str, 
     onnxruntime.InferenceSession(str(tmp_path / "target.onnx"), options)
     kinds = [node.op_type for node in onnx.load(tmp_path / "optimized.onnx").graph.node]
     assert kinds.count("MatMulNBits") == 4 * 4 + 1 and "MatMul" not in kinds
-
-
-@pytest.mark.skipif(find_spec("tensorrt_rtx") is None, reason="needs the extra tensorrt-rtx")
-@pytest.mark.parametrize("bits", [8, 4])
-def test_tensorrt_reads_the_same_form(bits: int, tmp_path: Path) -> None:
-    tensorrt_rtx = load_tensorrt("tensorrt-rtx")
-    checkpoint = QuantizedCheckpoint(Checkpoint(DEMO / "draft"), WeightFormat(bits, 128))
-    file = tmp_path / "target.onnx"
-    export(checkpoint, bindings.TARGET, 256, file, lambda name: None, form=bindings.COMPACT)
-    logger = tensorrt_logger("tensorrt-rtx")
-    network = tensorrt_rtx.Builder(logger).create_network()
-    parser = tensorrt_rtx.OnnxParser(network, logger)
-    assert parser.parse_from_file(str(file)), parser.get_error(0).desc()
-    kinds = [network.get_layer(index).type for index in range(network.num_layers)]
-    assert kinds.count(tensorrt_rtx.LayerType.DEQUANTIZE) == 2 * 4 + 1
 
 
 def test_only_matrices_are_rounded_and_a_tied_embedding_is_kept(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from bundling import noted
 from checkpoints import VOCAB_SIZE, write_checkpoint, write_tokenizer
 from tokenizers import Tokenizer as TokenizerJson
 
@@ -45,11 +46,7 @@ def test_a_bundle_refuses_prompts_with_such_a_token_and_nothing_else(folder: Pat
     pytest.importorskip("llguidance")
     told: list[str] = []
 
-    def begin(step: Step) -> Callable[[], None]:
-        told.append(step.title)
-        return lambda: None
-
-    build(BuildOptions(folder, None, tmp_path / "bundle", "native", "fp32"), begin)
+    build(BuildOptions(folder, None, tmp_path / "bundle", "native", "fp32"), noted(told))
     assert any(f"has {VOCAB_SIZE + 1} tokens and the model {VOCAB_SIZE}: a prompt with one of" in each for each in told)
     with LLM(str(tmp_path / "bundle")) as llm:
         with pytest.raises(RequestError, match=f"prompt token {VOCAB_SIZE} is not a token id"):

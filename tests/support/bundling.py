@@ -14,6 +14,7 @@ import pytest
 
 from draftwood.builder.options import BuildOptions
 from draftwood.builder.pipeline import build
+from draftwood.builder.progress import Begin, Step
 from draftwood.plugins.native.cache import CACHE, cache_folder
 from draftwood.runtime.bundle.bundle import COSTS, MANIFEST, checksum, file_record
 
@@ -42,6 +43,16 @@ def built_native(pair: Path, output: Path, precision: str = "fp32") -> Path:
     options = BuildOptions(pair / "target", pair / "draft", output, "native", precision, draft_precision=precision)
     build(options, lambda step: lambda: None)
     return output
+
+
+def noted(titles: list[str]) -> Begin:
+    """What a build tells of its steps: their titles are added to a list."""
+
+    def begin(step: Step) -> Callable[[], None]:
+        titles.append(step.title)
+        return lambda: None
+
+    return begin
 
 
 @contextmanager
