@@ -18,7 +18,6 @@ from ...models.layers import network_of
 from ...models.plain_files import read_object
 from ...runtime.bundle.staging import staging_folder
 from ...runtime.decoding.chunk import TokenChunk
-from ...runtime.decoding.decoder import SpeculativeDecoder
 from ...runtime.engines.backends import BACKENDS, Opening, choose_backend
 from ...runtime.engines.base import EngineSpec, Pass
 from ...runtime.engines.passes import Steps
@@ -167,12 +166,11 @@ class TopSelector:
 
 
 def recorded(
-    decoder: SpeculativeDecoder,
     steps: Steps[TokenChunk],
     select: Callable[[NDArray[np.float32]], TopTokens],
     rows: list[TopTokens],
 ) -> Steps[TokenChunk]:
-    """The steps of a plain decoder, which is closed at their end. Each pass that decides a token adds to `rows`."""
+    """The steps of plain decoding. Each pass that decides a token adds to `rows`."""
     try:
         answer = None
         while True:
@@ -185,4 +183,3 @@ def recorded(
                 rows.append(select(answer.logits[0]))  # now: the next pass overwrites the logits
     finally:
         steps.close()
-        decoder.close()
