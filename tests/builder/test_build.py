@@ -110,12 +110,6 @@ def test_a_killed_build_is_not_loadable(options: BuildOptions) -> None:
         EngineBundle.open(seen[0])
 
 
-def test_a_full_disk_is_named_and_leaves_nothing(options: BuildOptions) -> None:
-    with largest_file(20_000), pytest.raises(BundleError, match="free some space"):
-        build(options, quiet)
-    assert not options.output.exists() and not list(options.output.parent.glob(".*"))
-
-
 def test_a_folder_that_is_no_bundle_is_never_replaced(options: BuildOptions) -> None:
     options.output.mkdir(parents=True)
     precious = options.output / "thesis.txt"
@@ -148,12 +142,6 @@ def test_an_output_that_cannot_be_written_is_named(options: BuildOptions, tmp_pa
 def test_impossible_options_are_refused(options: BuildOptions, change: dict[str, Any], named: str) -> None:
     with pytest.raises(ConfigError, match=named):
         BuildOptions(options.target, options.draft, options.output, **change)
-
-
-def test_more_context_than_the_models_were_trained_for(options: BuildOptions) -> None:
-    longer = BuildOptions(options.target, options.draft, options.output, max_length=1 << 20)
-    with pytest.raises(ConfigError, match="ask for at most"):
-        build(longer, quiet)
 
 
 def test_vocabularies_that_differ_in_size(tiny_pair: Path, stories: Path, tmp_path: Path) -> None:
