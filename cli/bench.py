@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
+from ..builder.setting import Setting
 from ..models import errors
 from ..models.bindings import TARGET
 from ..models.errors import RequestError
@@ -38,7 +39,7 @@ from ..runtime.speculation.planning.experience import Experience
 from ..runtime.text.tokenizer import Tokenizer
 from .files import check_writable, files_of, read, write
 from .live import costs_note
-from .options import Setting, add_engines, add_model, add_quiet, add_sampling, bundle_for, given, positive
+from .options import add_engines, add_model, add_quiet, add_sampling, bundle_for, given, positive
 from .streams import say
 
 NAME_WIDTH = 10  # columns of a terminal that a configuration's name has at least

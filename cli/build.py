@@ -11,8 +11,9 @@ from typing import Any
 
 from rich.console import Console
 
-from ..builder.options import BuildOptions, SelfDraft
+from ..builder.options import TENSORRT, BuildOptions, SelfDraft
 from ..builder.profile import BRIEF_SECONDS, brief_contexts
+from ..builder.setting import settings_of
 from ..models.config import LlamaConfig
 from ..models.errors import ConfigError, DraftwoodError, EngineError
 from ..models.printable import shell_word
@@ -29,7 +30,6 @@ from .options import (
     HIDDEN,
     PROVIDER,
     THREADS,
-    Setting,
     add_quiet,
     add_settings,
     flag,
@@ -40,41 +40,6 @@ from .options import (
 from .profile import compare_layers, profile
 from .progress import progress
 from .streams import say
-
-OPTIONS = {
-    "precision": Setting(
-        "of the weights: int4, int8, bf16, fp16, fp32; TensorRT: fp8, too",
-        False,
-        "int4 for files of 4 bits and fewer, else int8; TensorRT: fp16",
-    ),
-    "max_length": Setting("tokens of prompt and output together", False, "what both models support, up to 8192"),
-    "lora": Setting("LoRA folder (PEFT) to merge into the target"),
-    "draft_lora": Setting("LoRA folder to merge into the draft"),
-    "draft_backend": Setting("of the draft", default="the target's"),
-    "draft_precision": Setting("of the draft", default="int8 if native or if the target is int4, else the target's"),
-    "draft_vocabulary": Setting("let the draft predict the N most frequent tokens alone: its passes get cheaper"),
-    "draft_vocabulary_text": Setting(
-        "a text, or JSON lines, in which tokens are counted", default="the order of their ids, which is BPE's"
-    ),
-    "widths": Setting("numbers of rows of a pass, separated by commas", default="1,2,4,8,12,16,24,32,48,64"),
-    "acceptance_head": Setting("output folder of draftwood train-head"),
-    "cache_precision": Setting(
-        "native: of keys and values; int8 has a scale for each head and token",
-        default="fp16, but fp32 beside weights in fp32",
-    ),
-    "calibration": Setting(
-        "native int4: a text like those the model will read and write, whose first 8192 tokens are in view while "
-        "matrices are rounded: takes minutes, keeps more quality"
-    ),
-}
-TENSORRT = {
-    "compute_capability": Setting("GPUs to compile for, tensorrt-rtx only", default="8.0 8.6 8.9 12.0"),
-    "plugin": Setting("attention by our kernel or by TensorRT's own", default="ours where Triton is installed"),
-    "max_batch": Setting("most requests that share a pass; the plan has caches for this many"),
-    "workspace": Setting("MiB of an engine's scratch memory at most"),
-    "timing_cache": Setting("file of measurements to reuse and extend, tensorrt only"),
-    "graphs": Setting("folder to keep the ONNX graphs from which the plans were compiled"),
-}
 
 
 def add_parser(commands: Any) -> None:
@@ -89,8 +54,8 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("--output", type=Path, metavar="BUNDLE", help="folder to write (default: one in the cache)")
     parser.add_argument("--json", action="store_true", help="one JSON object with the bundle's folder, or the error")
     add_quiet(parser)
-    add_settings(parser, "models", BuildOptions, OPTIONS)
-    add_settings(parser, "TensorRT", BuildOptions, TENSORRT)
+    add_settings(parser, "models", BuildOptions)
+    add_settings(parser, TENSORRT, BuildOptions, settings_of(BuildOptions, TENSORRT))
     group = parser.add_argument_group(FURTHER + "machine")
     words = (
         f"of the engines: {', '.join(BACKENDS)}, or {AUTO} (default): native, kernels compiled for this processor, if "

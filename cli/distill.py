@@ -16,7 +16,7 @@ from ..models.errors import EngineError
 from ..models.printable import shell_word
 from ..plugins.installation import install
 from .bench import read_prompts
-from .options import HIDDEN, Setting, add_settings, folder_or_id, read_options
+from .options import HIDDEN, add_settings, folder_or_id, read_options
 from .progress import titles
 from .streams import say
 
@@ -25,26 +25,6 @@ if TYPE_CHECKING:
     from ..builder.distillation.text import TextCounts
     from ..builder.distillation.training import Progress as TrainingProgress
     from ..builder.progress import Step
-
-
-OPTIONS = {
-    "text_minutes": Setting("the part of the minutes in which the target writes", default="60 %%"),
-    "state": Setting("folder of texts and checkpoints", default="DRAFT.state"),
-    "layers": Setting("of the draft", default="2"),
-    "hidden": Setting("hidden size", default="about 0.45 of the target's"),
-    "heads": Setting("attention heads", default="hidden size / head size"),
-    "kv_heads": Setting("heads of keys and values", default="half of the heads"),
-    "head_dim": Setting("size of a head", default="64"),
-    "intermediate": Setting("feed-forward size", default="three times the hidden size"),
-    "vocabulary": Setting("tokens that the draft writes, the most frequent ones of the text", default="8192"),
-    "requests": Setting("texts written at a time"),
-    "context": Setting("tokens of a training sequence"),
-    "batch": Setting("sequences of a training step"),
-    "threads": Setting("of the engine and of torch; 0 chooses"),
-    "learning_rate": Setting("at its highest"),
-    "seed": Setting("of the texts and of the training"),
-    "full_vocabulary": Setting("write the draft for programs that cannot load a trimmed one"),
-}
 
 
 def add_parser(commands: Any) -> None:
@@ -61,7 +41,7 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("--prompts", type=Path, metavar="FILE", help=words)
     words = "a draft of an earlier distillation for this target, with which the training begins; it has the sizes"
     parser.add_argument("--from", dest="start", type=Path, default=HIDDEN, metavar="OLDER_DRAFT", help=words)
-    add_settings(parser, "sizes and training", DistillOptions, OPTIONS)
+    add_settings(parser, "sizes and training", DistillOptions)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.set_defaults(run=run)
 

@@ -6,8 +6,9 @@ import argparse
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, fields
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
+from ..builder.setting import Setting, settings_of
 from ..models.errors import ConfigError
 from ..runtime.bundle.cache import Model, bundle_of
 from ..runtime.bundle.defaults import TEMPERATURE, TOP_P
@@ -25,14 +26,6 @@ PROVIDER = "cpu"
 FURTHER = "further options, "  # how titles of groups begin that only --help-all shows
 HIDDEN = argparse.SUPPRESS  # a default that leaves the option out, so that the dataclass has its own
 T = TypeVar("T")
-
-
-class Setting(NamedTuple):
-    """An option for a field of a dataclass."""
-
-    help: str
-    is_further: bool = True  # shown by --help-all only
-    default: str = ""  # in words, where it is not the dataclass's
 
 
 SAMPLING = {
@@ -116,12 +109,13 @@ READERS: dict[str, dict[str, Any]] = {  # how argparse reads a field, by its ann
 
 
 def add_settings(
-    parser: argparse.ArgumentParser, title: str, kind: Callable[..., Any], shown: Mapping[str, Setting]
+    parser: argparse.ArgumentParser, title: str, kind: Callable[..., Any], shown: Mapping[str, Setting] | None = None
 ) -> argparse._ArgumentGroup:
-    """Add options for fields of a dataclass, in two groups: those for everybody, which is returned, and others."""
+    """Add options for fields of a dataclass, in two groups: those for everybody, which is returned, and others. shown:
+    None for those of the fields themselves."""
     known = {field.name: field for field in fields(kind)}  # type: ignore[arg-type]
     groups = [parser.add_argument_group(start + title) for start in ("", FURTHER)]
-    for name, setting in shown.items():
+    for name, setting in (settings_of(kind) if shown is None else shown).items():
         default, annotation = setting.default or known[name].default, str(known[name].type)
         suffix = "" if default in (None, (), False, MISSING) else f" (default: {default})"
         reader = READERS.get(annotation) or READERS[annotation.removesuffix(" | None")]

@@ -17,29 +17,11 @@ from ..models.errors import EngineError
 from ..models.printable import shell_word
 from ..plugins.installation import install
 from .bench import read_prompts
-from .options import FURTHER, HIDDEN, Setting, add_quiet, add_settings, read_options
+from .options import FURTHER, HIDDEN, add_quiet, add_settings, read_options
 from .progress import progress
 from .streams import say
 
 WORTHWHILE = 1e-3  # nats per token that a head should gain over a constant prediction
-
-
-OPTIONS = {
-    "layers": Setting("ResBlocks of the head"),
-    "reject_weight": Setting("weight of a rejection in the loss"),
-    "contexts": Setting("texts that the draft reads: mixed, as published, or branched off the target's texts"),
-    "mixing_ratio": Setting("share of the target's tokens in training texts"),
-    "texts": Setting("texts the target writes, prompts taken in turn"),
-    "max_new_tokens": Setting("tokens of a text"),
-    "max_prompt_tokens": Setting("longer prompts lose their beginning"),
-    "temperature": Setting("at which the target writes"),
-    "batch_size": Setting("texts written at a time"),
-    "epochs": Setting("times the head sees every example"),
-    "learning_rate": Setting("at its highest"),
-    "held_out": Setting("share of the prompts kept for calibration"),
-    "seed": Setting("the same seed gives the same head"),
-    "threads": Setting("of torch; 0 chooses by the target's size"),
-}
 
 
 def add_parser(commands: Any) -> None:
@@ -50,7 +32,7 @@ def add_parser(commands: Any) -> None:
     words = 'JSON lines, each with a "prompt" (or "turns")'
     parser.add_argument("--prompts", type=Path, required=True, metavar="F", help=words)
     parser.add_argument("--output", type=Path, required=True, metavar="DIR", help="folder to write")
-    add_settings(parser, "sizes and training", HeadTraining, OPTIONS)
+    add_settings(parser, "sizes and training", HeadTraining)
     group = parser.add_argument_group(FURTHER + "form")
     group.add_argument(
         "--untied", dest="tied", action="store_false", default=HIDDEN, help="a matrix for every ResBlock"

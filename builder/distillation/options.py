@@ -7,6 +7,7 @@ from pathlib import Path
 
 from ...models.errors import ConfigError
 from ...models.fields import MOST
+from ..setting import setting
 
 TEXT_SHARE = 0.6  # of the minutes, for writing text
 LEAST_MINUTES, MOST_MINUTES = 0.1, 60 * 24 * 30.0
@@ -31,24 +32,25 @@ class DistillOptions:
     target: Path  # Hugging Face folder, GGUF file or id on the Hub
     output: Path  # the draft's folder
     minutes: float  # for text and training together, over all runs with this state
-    text_minutes: float | None = None  # the part for text; None takes TEXT_SHARE. Training takes the rest
+    text_minutes: float | None = setting(None, "the part of the minutes in which the target writes", "60 %%")
     questions: tuple[str, ...] = ()  # of the user, to answer instead of the target's own
-    state: Path | None = None  # folder of texts and checkpoints; None takes one beside the output
+    state: Path | None = setting(None, "folder of texts and checkpoints", "DRAFT.state")
     start: Path | None = None  # a draft of an earlier distillation, with whose weights and sizes the training begins
-    layers: int | None = None  # None takes LAYERS
-    hidden: int | None = None  # None, here and below: chosen by the target's
-    heads: int | None = None
-    kv_heads: int | None = None
-    head_dim: int | None = None
-    intermediate: int | None = None
-    vocabulary: int | None = None  # tokens that the draft writes, the most frequent; None: `start`'s, or VOCABULARY
-    full_vocabulary: bool = False  # write the draft for programs that cannot load a trimmed one
-    requests: int = 48  # texts written at a time
-    context: int = 512  # tokens of a training sequence
-    batch: int = 8  # sequences of a training step
-    threads: int = 0  # of the engine and of torch; 0 chooses
-    learning_rate: float = 2e-3  # the highest
-    seed: int = 0
+    layers: int | None = setting(None, "of the draft", f"{LAYERS}")
+    hidden: int | None = setting(None, "hidden size", "about 0.45 of the target's")
+    heads: int | None = setting(None, "attention heads", "hidden size / head size")
+    kv_heads: int | None = setting(None, "heads of keys and values", "half of the heads")
+    head_dim: int | None = setting(None, "size of a head", "64")
+    intermediate: int | None = setting(None, "feed-forward size", "three times the hidden size")
+    # None: those of `start`, or VOCABULARY.
+    vocabulary: int | None = setting(None, "tokens that the draft writes, the most frequent ones of the text", "8192")
+    requests: int = setting(48, "texts written at a time")
+    context: int = setting(512, "tokens of a training sequence")
+    batch: int = setting(8, "sequences of a training step")
+    threads: int = setting(0, "of the engine and of torch; 0 chooses")
+    learning_rate: float = setting(2e-3, "at its highest")
+    seed: int = setting(0, "of the texts and of the training")
+    full_vocabulary: bool = setting(False, "write the draft for programs that cannot load a trimmed one")
 
     def __post_init__(self) -> None:
         if not LEAST_MINUTES <= self.minutes <= MOST_MINUTES:

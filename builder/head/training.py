@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from ...models.errors import ConfigError
 from ...models.head_config import HeadConfig
 from ...runtime.sampling.params import TEMPERATURES
+from ..setting import setting
 from .calibration import CalibrationFigures
 
 CONTEXTS = ("mixed", "branched")
@@ -22,23 +23,23 @@ class HeadTraining:
     target: Path  # Hugging Face folder or GGUF file
     draft: Path
     output: Path  # the head's folder
-    layers: int = 3  # this and the next two: see HeadConfig
-    tied: bool = True
-    reject_weight: float = 6.0
-    # What the draft reads before a token of its own in training. "mixed", as published: a text with a share
-    # `mixing_ratio` (r) of the target's tokens and otherwise the draft's. "branched": the target's, as in decoding.
-    contexts: str = "mixed"
-    mixing_ratio: float = 0.15
-    texts: int = 320  # that the target generates, with prompts in turn
-    max_new_tokens: int = 128  # of a text
-    max_prompt_tokens: int = 128  # longer prompts lose their beginning
-    temperature: float = 1.0  # of the target's texts, 0 is greedy; labels are always those of temperature 1
-    batch_size: int = 32  # texts generated at a time
-    epochs: int = 16  # passes over all examples
-    learning_rate: float = 2e-3  # greatest value
-    held_out: float = 0.2  # share of the prompts that is kept from training, for calibration
-    seed: int = 0
-    threads: int = 0  # of torch; 0 chooses by the target's size
+    layers: int = setting(3, "ResBlocks of the head")
+    tied: bool = True  # the blocks share their weights
+    reject_weight: float = setting(6.0, "weight of a rejection in the loss")
+    contexts: str = setting(
+        "mixed", "texts that the draft reads: mixed, as published, or branched off the target's texts"
+    )
+    mixing_ratio: float = setting(0.15, "share of the target's tokens in training texts")
+    texts: int = setting(320, "texts the target writes, prompts taken in turn")
+    max_new_tokens: int = setting(128, "tokens of a text")
+    max_prompt_tokens: int = setting(128, "longer prompts lose their beginning")
+    temperature: float = setting(1.0, "at which the target writes")  # 0 is greedy; labels are those of 1
+    batch_size: int = setting(32, "texts written at a time")
+    epochs: int = setting(16, "times the head sees every example")
+    learning_rate: float = setting(2e-3, "at its highest")
+    held_out: float = setting(0.2, "share of the prompts kept for calibration")
+    seed: int = setting(0, "the same seed gives the same head")
+    threads: int = setting(0, "of torch; 0 chooses by the target's size")
 
     def __post_init__(self) -> None:
         self.head(1)  # refuses impossible shapes
