@@ -12,21 +12,16 @@ from ...models.errors import CheckpointError
 from ...models.fields import brief, token_ids
 from ...runtime.bundle.bundle import GENERATION
 from ...runtime.text.tokenizer import Tokenizer
-from ..checkpoints import awq, compressed, gptq
 from ..tokenizer import convert_tokenizer
-from .awq import Awq
-from .compressed import Compressed
-from .gptq import Gptq
+from .compressed import METHOD, Compressed
 from .packed import Dequantised, Layout
+from .qweight import AWQ, GPTQ, read_awq, read_gptq
 from .safetensors import Safetensors
 from .source import TensorSource, read_json
 
 CONFIG = "config.json"
-LAYOUTS: Mapping[str, Callable[[Mapping[str, Any]], Layout]] = {
-    awq.METHOD: Awq.read,
-    gptq.METHOD: Gptq.read,
-    compressed.METHOD: Compressed.read,
-}
+LAYOUTS: Mapping[str, Callable[[Mapping[str, Any]], Layout]]
+LAYOUTS = {AWQ: read_awq, GPTQ: read_gptq, METHOD: Compressed.read}
 
 
 class HuggingFaceFolder:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -27,24 +26,8 @@ from draftwood.builder.distillation.state import TextStore
 from draftwood.cli.main import main
 from draftwood.models.errors import ConfigError
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 UNSIZED = {"hidden": None, "vocabulary": None}  # the earlier draft has its own sizes
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    """These models are too small for several threads."""
-    with distill_module.torch_settings(1):
-        yield
-
-
-@pytest.fixture(scope="module")
-def target(distill_target: Path) -> Path:
-    return distill_target
-
-
-@pytest.fixture(scope="module")
-def draft(distilled_draft: Path) -> Path:
-    return distilled_draft
 
 
 def test_a_training_begins_with_an_earlier_draft(draft: Path, target: Path, tmp_path: Path) -> None:
@@ -116,18 +99,18 @@ def test_bf16_is_for_processors_that_multiply_it(monkeypatch: pytest.MonkeyPatch
         assert distill_module.is_half_fast(torch.device("cpu")) is expected
 
 
-def test_a_target_that_finishes_no_text_in_time_is_named(distill_target: Path, tmp_path: Path) -> None:
+def test_a_target_that_finishes_no_text_in_time_is_named(target: Path, tmp_path: Path) -> None:
     """A second passes with each step of the loop, and every text needs more than six tokens. The same command says the
     same again."""
-    given = options(distill_target, tmp_path / "draft", minutes=1, text_minutes=0.1)
+    given = options(target, tmp_path / "draft", minutes=1, text_minutes=0.1)
     for _ in range(2):
         with pytest.raises(ConfigError, match=r"finished no text in 6 seconds, .*: give more --minutes .* --requests"):
             distilled(given)
 
 
-def test_too_little_text_is_refused(distill_target: Path, tmp_path: Path) -> None:
+def test_too_little_text_is_refused(target: Path, tmp_path: Path) -> None:
     store = TextStore(tmp_path / "state" / "texts", 320, COLUMNS)
-    given = options(distill_target, tmp_path / "draft", minutes=5, text_minutes=0, state=tmp_path / "state")
+    given = options(target, tmp_path / "draft", minutes=5, text_minutes=0, state=tmp_path / "state")
     with pytest.raises(ConfigError, match="holds no text, and --text-minutes 0 writes none"):
         distilled(given)
     store.add(written(0, 1))
@@ -153,7 +136,7 @@ def test_the_end_says_when_a_draft_had_too_little_training(
     minutes: str,
     steps: int,
     said: str,
-    distill_target: Path,
+    target: Path,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
@@ -164,7 +147,7 @@ def test_the_end_says_when_a_draft_had_too_little_training(
         return DistillResult(options.output, figures)
 
     monkeypatch.setattr(distill_module, "distill", finished)
-    given = ["--target", str(distill_target), "--output", str(tmp_path / "draft"), "--minutes", minutes]
+    given = ["--target", str(target), "--output", str(tmp_path / "draft"), "--minutes", minutes]
     assert main(["distill", *given]) == 0
     shown = capsys.readouterr().out
     assert said in shown and "temperature 0: 0.01" in shown

@@ -38,11 +38,6 @@ from draftwood.runtime.text.tokenizer import Tokenizer
 
 
 @pytest.fixture(scope="module")
-def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_target(tmp_path_factory.mktemp("distill") / "target")
-
-
-@pytest.fixture(scope="module")
 def state(target: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A state folder with text only."""
     folder = tmp_path_factory.mktemp("state")

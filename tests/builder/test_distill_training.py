@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -32,25 +31,9 @@ from draftwood.models.errors import ConfigError
 from draftwood.runtime import LLM, SamplingParams, SpeculativeConfig
 from draftwood.runtime.text.tokenizer import Tokenizer
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 CPU = torch.device("cpu")
 FIGURES = {"acceptance": {"acceptance_0": 0.5}, "text_tokens": 10, "tokens_seen": 20, "training_minutes": 1.0}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    """These models are too small for several threads."""
-    with distill_module.torch_settings(1):
-        yield
-
-
-@pytest.fixture(scope="module")
-def target(distill_target: Path) -> Path:
-    return distill_target
-
-
-@pytest.fixture(scope="module")
-def draft(distilled_draft: Path) -> Path:
-    return distilled_draft
 
 
 def network_of(target: Path, kept: int = 64, seed: int = 0) -> DraftNetwork:
