@@ -294,21 +294,6 @@ def test_the_command_writes_a_draft(
     assert "Only text was written" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    "arguments, message",
-    [
-        (["--minutes", "0"], "minutes must be"),
-        (["--minutes", "5", "--prompts", "/nowhere.jsonl"], "cannot be read"),
-        (["--minutes", "5", "--target", "/nowhere"], "/nowhere"),
-    ],
-)
-def test_bad_arguments_exit_with_2(
-    target: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
-) -> None:
-    given = ["distill", "--target", str(target), "--output", str(tmp_path / "draft"), *arguments]
-    assert main(given) == 2 and message in capsys.readouterr().err
-
-
 def test_an_existing_folder_that_is_no_draft_is_kept(target: Path, tmp_path: Path) -> None:
     (tmp_path / "draft").mkdir()
     (tmp_path / "draft" / "mine.txt").write_text("mine")

@@ -29,7 +29,6 @@ from draftwood.builder.parity import largest_difference, rows_of
 from draftwood.builder.pipeline import build
 from draftwood.builder.quantization.formats import FORMATS, QuantizedCheckpoint, RoundedCheckpoint, WeightFormat
 from draftwood.builder.reference import score_rows
-from draftwood.cli.main import main
 from draftwood.models import bindings
 from draftwood.models.config import LlamaConfig
 from draftwood.models.errors import BundleError, CheckpointError, ConfigError
@@ -241,14 +240,6 @@ def test_a_size_without_blocks_is_refused_before_anything_is_written(tmp_path: P
 def test_what_cannot_be_built_is_refused_with_the_reason(options: dict[str, str], message: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=message):
         BuildOptions(tmp_path, tmp_path, tmp_path, **options)  # type: ignore[arg-type] # keys are fields
-
-
-def test_the_command_line_refuses_dynamic_int8_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    folders = ["--target", str(DEMO / "target"), "--draft", str(DEMO / "draft"), "--output", str(tmp_path / "out")]
-    assert main(["build", *folders, "--draft-precision", "int8-dynamic"]) == 2
-    error = capsys.readouterr().err
-    assert error.startswith("draftwood: error: int8-dynamic gives all rows") and error.count("\n") == 1
-    assert not (tmp_path / "out").exists()
 
 
 def test_the_benchmark_reads_a_text_as_the_model_does() -> None:
