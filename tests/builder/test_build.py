@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from bundling import noted
 from checkpoints import write_checkpoint, write_tokenizer
 from disk import largest_file
+from steps import failing, noted, quiet
 
 from draftwood.builder import pipeline
 from draftwood.builder.engines.export import export as original_export
@@ -21,10 +21,6 @@ from draftwood.builder.pipeline import build
 from draftwood.builder.progress import Step
 from draftwood.models.errors import BundleError, CheckpointError, ConfigError, DraftwoodError
 from draftwood.runtime.bundle.bundle import MANIFEST, EngineBundle
-
-
-def quiet(step: Step) -> Callable[[], None]:
-    return lambda: None
 
 
 @pytest.fixture
@@ -64,27 +60,16 @@ def test_a_full_disk_is_named_whatever_is_written(options: BuildOptions, backend
 def test_an_interrupted_build_leaves_nothing(
     options: BuildOptions, title: str, interruption: type[BaseException]
 ) -> None:
-    def begin(step: Step) -> Callable[[], None]:
-        if step.title.startswith(title):
-            raise interruption
-        return lambda: None
-
     with pytest.raises(interruption):
-        build(options, begin)
+        build(options, failing(title, interruption))
     assert not options.output.exists() and not list(options.output.parent.glob(".*"))
 
 
 def test_a_rebuild_that_fails_keeps_the_old_bundle(options: BuildOptions, monkeypatch: pytest.MonkeyPatch) -> None:
     build(options, quiet)
     before = (options.output / MANIFEST).read_text()
-
-    def begin(step: Step) -> Callable[[], None]:
-        if step.title.startswith("Sealing"):
-            raise KeyboardInterrupt
-        return lambda: None
-
     with pytest.raises(KeyboardInterrupt):
-        build(options, begin)
+        build(options, failing("Sealing", KeyboardInterrupt))
     assert (options.output / MANIFEST).read_text() == before
     with pytest.raises(BundleError, match="an eos_token_id is outside"), monkeypatch.context() as patch:
         patch.setattr(pipeline, "end_of_text", lambda *given: (1 << 20,))  # a manifest that nobody could open

@@ -8,9 +8,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from bundling import DEMO, noted
+from bundling import DEMO
 from checkpoints import write_checkpoint
 from numpy.typing import NDArray
+from steps import noted
 
 from benchmarks.precision.quality import Reading, make_spec, read_held_out, score_texts
 from benchmarks.tools.torch_engine import TorchEngine

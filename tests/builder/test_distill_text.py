@@ -12,9 +12,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 from disk import largest_file
-from distilling import CHATML, COLUMNS, LIMITS, distilled, options, quiet, write_target, written
+from distilling import CHATML, COLUMNS, LIMITS, distilled, options, write_target, written
 from hypothesis import given
 from hypothesis import strategies as st
+from steps import quiet
 
 from draftwood.builder.checkpoints.checkpoint import Checkpoint
 from draftwood.builder.distillation.batches import pack, training_batches

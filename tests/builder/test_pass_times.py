@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from fakes import FakeEngine, random_model
+from steps import quiet
 
 from draftwood.builder.pass_times import Pair, filled_cache, interpolated, measure_after, smoothed, spread, thinned_out
 from draftwood.builder.profile import ROUNDS, TURNS, measure, measure_host
@@ -41,7 +42,7 @@ def test_draft_passes_behind_another_one_are_measured_apart(monkeypatch: pytest.
         return (0.2 if cold else 0.1) * (1.0 if engine.spec.role == DRAFT else 50.0)
 
     monkeypatch.setattr("draftwood.builder.pass_times.time_pass", timed)
-    costs = measure(Pair(engines, 200, {}), lambda step: lambda: None, (64,), repeats=3)
+    costs = measure(Pair(engines, 200, {}), quiet, (64,), repeats=3)
     assert costs.draft is not None and costs.further is not None
     assert {*costs.draft.seconds[0]} == {0.2} and {*costs.further.seconds[0]} == {0.1}
 

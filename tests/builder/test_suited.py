@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from bundling import noted
 from checkpoints import write_checkpoint, write_tokenizer
 from gguf import GGMLQuantizationType as Kind
 from gguf_files import write_gguf
+from steps import noted
 
 from draftwood.builder import pipeline as module
 from draftwood.builder.checkpoints.checkpoint import Checkpoint

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from bundling import noted
 from checkpoints import VOCAB_SIZE, write_checkpoint, write_tokenizer
+from steps import noted, quiet
 from tokenizers import Tokenizer as TokenizerJson
 
 from draftwood import LLM, SamplingParams
@@ -18,7 +17,6 @@ from draftwood.builder.head.train import train_head
 from draftwood.builder.head.training import HeadTraining
 from draftwood.builder.options import BuildOptions
 from draftwood.builder.pipeline import build
-from draftwood.builder.progress import Step
 from draftwood.models.errors import CheckpointError, ConfigError, RequestError
 from draftwood.runtime.sampling.structured import StructuredOutput
 
@@ -36,10 +34,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tokenizer.add_special_tokens(["<image>"])
     tokenizer.save(str(folder / "tokenizer.json"))
     return folder
-
-
-def quiet(step: Step) -> Callable[[], None]:
-    return lambda: None
 
 
 def test_a_bundle_refuses_prompts_with_such_a_token_and_nothing_else(folder: Path, tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from bundling import noted
+from steps import noted, quiet
 
 from draftwood.builder.checkpoints.checkpoint import Checkpoint
 from draftwood.builder.head import train as train_module
@@ -18,17 +18,12 @@ from draftwood.builder.head.calibration import calibration, fit_temperature, sig
 from draftwood.builder.head.data import Collected, Examples, collect, load_frozen, mix, sample_responses, soft_labels
 from draftwood.builder.head.train import HELD_OUT, acceptance_loss, fit, gather, judge
 from draftwood.builder.head.training import HeadResult, HeadTraining
-from draftwood.builder.progress import Step
 from draftwood.models import bindings
 from draftwood.models.acceptance_head import AcceptanceHead
 from draftwood.models.head_config import HeadConfig
 from draftwood.models.llama import Llama
 
 EOS = (2,)
-
-
-def quiet(step: Step) -> Any:
-    return lambda: None
 
 
 def seeded(seed: int = 0) -> torch.Generator:

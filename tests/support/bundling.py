@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from steps import quiet
 
 from draftwood.builder.options import BuildOptions
 from draftwood.builder.pipeline import build
-from draftwood.builder.progress import Begin, Step
 from draftwood.plugins.native.cache import CACHE, cache_folder
 from draftwood.runtime.bundle.bundle import COSTS, MANIFEST, checksum, file_record
 
@@ -34,25 +34,15 @@ def optional(name: str) -> Path:
 
 def built(target: Path, draft: Path, output: Path, head: Path | None = None) -> Path:
     """A bundle of the pair, built without a word."""
-    build(BuildOptions(target, draft, output, acceptance_head=head), lambda step: lambda: None)
+    build(BuildOptions(target, draft, output, acceptance_head=head), quiet)
     return output
 
 
 def built_native(pair: Path, output: Path, precision: str = "fp32") -> Path:
     """A native bundle of a pair, built without a word."""
     options = BuildOptions(pair / "target", pair / "draft", output, "native", precision, draft_precision=precision)
-    build(options, lambda step: lambda: None)
+    build(options, quiet)
     return output
-
-
-def noted(titles: list[str]) -> Begin:
-    """What a build tells of its steps: their titles are added to a list."""
-
-    def begin(step: Step) -> Callable[[], None]:
-        titles.append(step.title)
-        return lambda: None
-
-    return begin
 
 
 @contextmanager

@@ -18,6 +18,7 @@ from checkpoints import edit_weights, transformers_logits, write_checkpoint, wri
 from engine_parts import TOLERANCE, random_text
 from numpy.typing import NDArray
 from safetensors.torch import load_file
+from steps import quiet
 
 from draftwood.builder.checkpoints.checkpoint import Checkpoint
 from draftwood.builder.checkpoints.lora import PICKLED, SETTINGS, WEIGHTS
@@ -160,7 +161,7 @@ def test_engines_of_merged_models_compute_what_transformers_does(
 def test_a_bundle_without_an_adapter_is_what_it_was(tiny_pair: Path, tmp_path: Path) -> None:
     """Older releases read it."""
     options = BuildOptions(tiny_pair / "target", tiny_pair / "draft", tmp_path / "bundle", widths=(1, 4))
-    bundle = build(options, lambda step: lambda: None)
+    bundle = build(options, quiet)
     assert "adapters" not in json.loads((bundle.folder / "manifest.json").read_text())
     assert bundle.manifest.adapters == {}
 

@@ -10,11 +10,11 @@ import numpy as np
 import packers
 import pytest
 import torch
-from bundling import noted
 from checkpoints import transformers_logits, write_checkpoint, write_tokenizer
 from engine_parts import TOLERANCE, random_text
 from packers import PackedMatrix, pack_checkpoint, save_module
 from quantised import AWQ, COMPRESSED, GPTQ, IN, OUT, SCHEME, compressed, opened
+from steps import noted
 
 from draftwood.builder.checkpoints.checkpoint import Checkpoint
 from draftwood.builder.checkpoints.folder import LAYOUTS
