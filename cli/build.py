@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +13,8 @@ from ..builder.options import TENSORRT, BuildOptions, SelfDraft
 from ..builder.profile import BRIEF_SECONDS, brief_contexts
 from ..builder.setting import settings_of
 from ..models.config import LlamaConfig
-from ..models.errors import ConfigError, DraftwoodError, EngineError
+from ..models.errors import ConfigError, DraftwoodError
 from ..models.printable import shell_word
-from ..plugins.installation import install
 from ..runtime.bundle.bundle import EngineBundle
 from ..runtime.bundle.cache import NONE, SELF, Model, building, folder_of
 from ..runtime.engines.backends import AUTO, BACKENDS, NATIVE, choose_backend
@@ -35,6 +32,7 @@ from .options import (
     flag,
     folder_or_id,
     given,
+    needed_packages,
     read_options,
 )
 from .profile import compare_layers, profile
@@ -93,7 +91,7 @@ def run(args: argparse.Namespace) -> int:
 def cached(args: argparse.Namespace, console: Console) -> Path:
     """The folder in the cache, where the bundle is built unless it is there. Raises ConfigError for options by which
     the cache does not know bundles."""
-    with progress(console) as begin, needed_packages():
+    with progress(console) as begin, needed_packages("building"):
         from ..builder.checkpoints.hub import MODEL, local_folder
 
         unusual = set(given(args, BuildOptions)) - {*Model._fields, "target", "output"}
@@ -121,7 +119,7 @@ def cached(args: argparse.Namespace, console: Console) -> Path:
 
 def built(args: argparse.Namespace, console: Console) -> Path:
     """The folder of the bundle that was built."""
-    with needed_packages():
+    with needed_packages("building"):
         choice = (
             choose_backend(lambda: compare_usual(str(getattr(args, "precision", "")))) if args.backend == AUTO else None
         )
@@ -148,16 +146,6 @@ def built(args: argparse.Namespace, console: Console) -> Path:
         console.print(describe(bundle))
         say(console, next_step(bundle))
     return bundle.folder
-
-
-@contextmanager
-def needed_packages() -> Iterator[None]:
-    """Where the packages of a build are imported, so that the other commands need neither torch nor onnx. Raises
-    EngineError if they are not installed."""
-    try:
-        yield
-    except ModuleNotFoundError as error:
-        raise EngineError(f"building needs {error.name}: {install('build', 'cpu')}") from error
 
 
 def next_step(bundle: EngineBundle) -> str:

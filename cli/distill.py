@@ -12,11 +12,9 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TimeRemainingColumn
 
 from ..builder.distillation.options import WORTH_MINUTES, DistillOptions
-from ..models.errors import EngineError
 from ..models.printable import shell_word
-from ..plugins.installation import install
 from .bench import read_prompts
-from .options import HIDDEN, add_settings, folder_or_id, read_options
+from .options import HIDDEN, add_settings, folder_or_id, needed_packages, read_options
 from .progress import titles
 from .streams import say
 
@@ -47,15 +45,11 @@ def add_parser(commands: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    # Imported here, so that the other commands need neither torch nor onnx.
-    try:
+    with needed_packages("distilling"):
         if args.prompts is not None:
             args.questions = tuple(read_prompts(args.prompts))
         options = read_options(args, DistillOptions)  # invalid options are refused before torch is imported
         from ..builder.distillation.distill import Watch, distill
-    except ModuleNotFoundError as error:
-        raise EngineError(f"distilling needs {error.name}: {install('build', 'cpu')}") from error
-
     console = Console(stderr=args.json)
     with Progress(titles(), BarColumn(), TimeRemainingColumn(elapsed_when_finished=True), console=console) as shown:
         bars = Bars(shown, options)

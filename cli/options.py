@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import Any, TypeVar
 
 from ..builder.setting import Setting, settings_of
-from ..models.errors import ConfigError
+from ..models.errors import ConfigError, EngineError
+from ..plugins.installation import install
 from ..runtime.bundle.cache import Model, bundle_of
 from ..runtime.bundle.defaults import TEMPERATURE, TOP_P
 from ..runtime.decoding.prefill import MAX_PAUSE_MS
@@ -132,6 +134,16 @@ def given(args: argparse.Namespace, kind: Callable[..., Any]) -> dict[str, Any]:
     """The given options that are fields of a dataclass."""
     names = {field.name for field in fields(kind)}  # type: ignore[arg-type]
     return {name: value for name, value in vars(args).items() if name in names}
+
+
+@contextmanager
+def needed_packages(purpose: str) -> Iterator[None]:
+    """Where the packages of a build are imported, so that other commands need neither torch nor onnx. Raises
+    EngineError if they are not installed."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        raise EngineError(f"{purpose} needs {error.name}: {install('build', 'cpu')}") from error
 
 
 def add_quiet(parser: argparse.ArgumentParser) -> None:

@@ -19,16 +19,15 @@ from ..builder.profile import CONTEXTS, LONGEST, measure
 from ..builder.progress import Begin, Step
 from ..models.bindings import DRAFT, TARGET
 from ..models.config import LlamaConfig
-from ..models.errors import DraftwoodError, EngineError
+from ..models.errors import DraftwoodError
 from ..models.printable import shell_word
-from ..plugins.installation import install
 from ..runtime.bundle.bundle import EngineBundle
 from ..runtime.bundle.costs import check_writable, fingerprint, write_costs
 from ..runtime.engines.backends import Backend, describe_backend
 from ..runtime.engines.base import Engine, EngineSpec
 from ..runtime.engines.comparison import Comparison
 from ..runtime.speculation.planning.cost import CostModel, PassCosts
-from .options import add_engines, add_model, add_quiet, bundle_for, integers
+from .options import add_engines, add_model, add_quiet, bundle_for, integers, needed_packages
 from .progress import progress
 from .streams import say
 
@@ -122,12 +121,9 @@ def beside_rival(spec: EngineSpec, threads: int, begin: Begin, console: Console)
 
 
 def compare_layers(model: LlamaConfig, backend: Backend, precision: str, threads: int = 0) -> Comparison:
-    """See `builder/comparison.py`, which is imported here: only a build needs the packages that it imports. Raises
-    EngineError if they are not installed."""
-    try:
+    """See `builder/comparison.py`."""
+    with needed_packages("a comparison"):
         from ..builder.comparison import compare
-    except ModuleNotFoundError as error:
-        raise EngineError(f"{error.name} is not installed: {install('build', 'cpu')}") from error
     return compare(model, backend, precision, threads)
 
 

@@ -13,11 +13,9 @@ from rich.table import Table
 
 from ..builder.head.training import HeadResult, HeadTraining
 from ..models.bindings import ROLES
-from ..models.errors import EngineError
 from ..models.printable import shell_word
-from ..plugins.installation import install
 from .bench import read_prompts
-from .options import FURTHER, HIDDEN, add_quiet, add_settings, read_options
+from .options import FURTHER, HIDDEN, add_quiet, add_settings, needed_packages, read_options
 from .progress import progress
 from .streams import say
 
@@ -43,14 +41,10 @@ def add_parser(commands: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    # Imported here, so that the other commands need neither torch nor onnx.
-    try:
+    with needed_packages("training"):
         options = read_options(args, HeadTraining)  # invalid options are refused before torch is imported
         prompts = read_prompts(args.prompts)
         from ..builder.head.train import train_head
-    except ModuleNotFoundError as error:
-        raise EngineError(f"training needs {error.name}: {install('build', 'cpu')}") from error
-
     console = Console(stderr=args.json, quiet=args.quiet)
     with progress(console) as begin:
         result = train_head(options, prompts, begin)
