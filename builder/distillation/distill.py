@@ -1,7 +1,8 @@
 """The distillation of a draft: the target writes text, a small LLaMA learns from it, and the best one is written.
 
-The state folder holds texts (`texts/`), the compiled target (`target/`), the seconds spent on text (`text.json`), and
-the checkpoint of the training (`training.safetensors`). The same command goes on where an earlier one ended.
+The state folder holds texts (`texts/`), the bundle of the target (`target/`), its digest (`target.json`), the seconds
+spent on text (`text.json`), and the checkpoint of the training (`training.safetensors`). The same command goes on where
+an earlier one ended.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ...models.bindings import TARGET
 from ...models.config import LlamaConfig
 from ...models.errors import ConfigError
 from ...models.plain_files import read_object
@@ -105,14 +107,14 @@ def write_training_text(options: DistillOptions, target: Checkpoint, begin: Begi
     if spent >= options.text_seconds:
         return
     with locked(folder / "texts"):
-        spec = compile_target(target, folder / "target", begin)
+        bundle = compile_target(target, folder / "target", begin)
         with Tokenizer.load(folder / "target") as tokenizer:
             questions = questions_of(tokenizer, list(options.questions))
             layout = layout_of(tokenizer, asked=bool(questions))
             check_known(chain(*questions), tokenizer, target.config.vocab_size, "a prompt")
             template = chain(layout.before, layout.after, layout.between or ())
             check_known(template, tokenizer, target.config.vocab_size, "the target's chat template")
-        longest = watch.limits.longest(layout, questions)
+        longest, spec = watch.limits.longest(layout, questions), bundle.manifest.engines[TARGET]
         if longest > spec.capacity - spec.max_width:
             raise ConfigError(
                 f"the longest text would have {longest} tokens, and the target holds {spec.capacity - spec.max_width}: "
@@ -121,8 +123,7 @@ def write_training_text(options: DistillOptions, target: Checkpoint, begin: Begi
         store = TextStore(folder / "texts", target.config.vocab_size, COLUMNS)
         if questions and options.training_seconds:
             check_held_out(questions, store)
-        eos = end_of_text(target, begin)
-        with TextTarget(folder / "target", spec, options.requests, eos, options.threads) as engine:
+        with TextTarget(bundle, options.requests, options.threads) as engine:
             writer = TextWriter(engine, layout, store, questions, options.requests, options.seed, watch.limits)
             started = watch.clock() - spent
             for counts in writer.write(lambda: watch.clock() - started >= options.text_seconds):
