@@ -17,12 +17,12 @@ import torch
 
 from benchmarks.tools.record import add_output, write_results
 from draftwood.builder.checkpoints.checkpoint import Checkpoint
-from draftwood.builder.distillation.acceptance import estimate
 from draftwood.builder.distillation.distill import held_out_batches
-from draftwood.builder.distillation.distributions import COLUMNS
+from draftwood.builder.distillation.loss import estimate
 from draftwood.builder.distillation.network import DraftNetwork
-from draftwood.builder.distillation.shards import TextStore
-from draftwood.builder.distillation.vocabulary import expected_counts
+from draftwood.builder.distillation.state import TextStore
+from draftwood.builder.distillation.target import COLUMNS
+from draftwood.builder.kept_tokens import expected_counts
 
 SIZES = (512, 1024, 2048, 4096, 8192)
 

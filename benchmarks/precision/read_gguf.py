@@ -32,8 +32,7 @@ from numpy.typing import NDArray
 from benchmarks.peers.programs.llama_cpp import start_server
 from benchmarks.tools.record import add_output, write_results
 from draftwood.builder.checkpoints.checkpoint import Checkpoint
-from draftwood.builder.checkpoints.gguf.header import read_header
-from draftwood.builder.checkpoints.gguf.metadata import Metadata
+from draftwood.builder.checkpoints.gguf.header import Metadata, read_header
 from draftwood.builder.checkpoints.gguf.tokenizer import tokenizer_in
 from draftwood.models.errors import CheckpointError
 from draftwood.models.layers import network_of

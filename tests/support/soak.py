@@ -27,6 +27,7 @@ from typing import IO, Any, NamedTuple
 from bundling import DEMO
 from serving import served, wait_for
 from soak_visitors import Record, Texts, Visitor
+from steps import quiet
 
 from draftwood.builder.options import BuildOptions
 from draftwood.builder.pipeline import build
@@ -51,7 +52,7 @@ class Size(NamedTuple):
 
 
 def native_demo(bundle: Path) -> Path:
-    build(BuildOptions(DEMO / "target", DEMO / "draft", bundle, backend="native"), lambda step: lambda: None)
+    build(BuildOptions(DEMO / "target", DEMO / "draft", bundle, backend="native"), quiet)
     return bundle
 
 
