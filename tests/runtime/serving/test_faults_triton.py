@@ -39,7 +39,7 @@ from triton_client import (  # noqa: E402 - after the skips
     triton,
 )
 
-from draftwood.runtime.serving.triton.request import CONVERTERS, MAX_SETTINGS, MAX_TEXT_BYTES, NEUTRAL  # noqa: E402
+from draftwood.runtime.serving.triton.request import MAX_SETTINGS, MAX_TEXT_BYTES, SPECULATION, TritonBody  # noqa: E402
 from draftwood.runtime.serving.triton.server import TritonServer  # noqa: E402
 
 Refused = client_errors.InferenceServerException
@@ -193,7 +193,8 @@ def test_long_texts_are_refused_unread(server: TritonServer) -> None:
 
 
 values = st.none() | st.booleans() | st.integers(-3, 2**40) | st.floats() | st.text(max_size=4)
-names = st.sampled_from([*CONVERTERS, *NEUTRAL, "text_input", "sampling_parameters", "id", "parameters"])
+OTHERS = ("text_input", "sampling_parameters", "id", "parameters")
+names = st.sampled_from([*sorted(SPECULATION), *TritonBody.model_fields, *TritonBody.neutral, *OTHERS])
 
 
 @settings(max_examples=60, derandomize=True, suppress_health_check=list(HealthCheck))

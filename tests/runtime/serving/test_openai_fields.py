@@ -18,9 +18,7 @@ pytest.importorskip("llguidance", reason="needs the [structured] extra")
 httpx = pytest.importorskip("httpx", reason="needs httpx")
 openai = pytest.importorskip("openai", reason="needs the openai package")
 
-from draftwood.runtime.serving.openai.chat_body import ChatBody  # noqa: E402 - only where pydantic is installed
-from draftwood.runtime.serving.openai.completion_body import CompletionBody  # noqa: E402
-from draftwood.runtime.serving.openai.protocol import IGNORED  # noqa: E402
+from draftwood.runtime.serving.openai.bodies import IGNORED, ChatBody, CompletionBody  # noqa: E402 - after the skips
 
 WORKS, NO_EFFECT, REFUSED = "works", "no effect", "refused"
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
