@@ -281,33 +281,3 @@ def test_answers_go_back_as_the_client_returns_them(client: Any, kind: str) -> N
     ):
         answer = client.chat.completions.create(**{**options, "messages": [USER, *back], "max_tokens": 2})
         assert answer.choices[0].finish_reason in ("stop", "length")
-
-
-REFUSED: list[tuple[dict[str, Any], str]] = [
-    ({"tools": [], "tool_choice": "required"}, "tool_choice needs tools"),
-    ({"tools": [], "tool_choice": "auto"}, "tool_choice needs tools"),
-    ({"tool_choice": {"type": "function", "function": {"name": "other"}}}, "none of the tools is named other"),
-    ({"tool_choice": {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": []}}}, "tool_choice"),
-    ({"tool_choice": "sometimes"}, "tool_choice"),
-    ({"tools": [*TOOLS, TOOLS[0]]}, "two functions have the name weather"),
-    ({"tools": [{"type": "custom", "custom": {"name": "x"}}]}, "tools"),
-    ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "name"),
-    ({"tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "array"}}}]}, "of an object"),
-    ({"tools": [NOW] * 129}, "tools"),
-    ({"tool_choice": "required", "extra_body": {"guided_regex": "a"}}, "response_format only"),
-    (
-        {
-            "tools": [{"type": "function", "function": {"name": "f", "parameters": {"not": {}}}}],
-            "tool_choice": "required",
-        },
-        "not: this keyword",
-    ),
-    ({"parallel_tool_calls": "no"}, "parallel_tool_calls"),
-]
-
-
-@HERMES
-@pytest.mark.parametrize(("changes", "named"), REFUSED)
-def test_wrong_tools_are_refused_with_the_reason(client: Any, kind: str, changes: dict[str, Any], named: str) -> None:
-    with pytest.raises(openai.BadRequestError, match=re.escape(named)):
-        ask(client, max_tokens=5, **{name: value for name, value in changes.items() if name != "max_tokens"})
