@@ -141,8 +141,7 @@ def run(args: argparse.Namespace) -> int:
     for package in ("fastapi", "uvicorn", "prometheus_client"):
         if find_spec(package) is None:
             raise ConfigError(f"draftwood serve needs {package}: {install('serve')}")
-    from ..runtime.serving.http.guard import Limits
-    from ..runtime.serving.http.held import answer_bytes
+    from ..runtime.serving.http.guard import Limits, answer_bytes
     from ..runtime.serving.http.server import bind, serve
     from ..runtime.serving.openai.app import create_app
 

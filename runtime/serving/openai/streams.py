@@ -10,7 +10,7 @@ from ...engines.shared.memory import OutOfMemoryError
 from ...requests.async_llm import RequestStream
 from ...requests.stream import to_exception
 from ...text.writer import StreamChunk
-from ..http.held import HeldAnswer
+from ..http.fair import Held
 
 CHUNK_BYTES, TOKEN_BYTES, LOGPROB_BYTES = 400, 200, 200  # of memory, in CPython 3.11
 
@@ -22,9 +22,7 @@ class Numbered(NamedTuple):
     chunk: StreamChunk
 
 
-async def merged(
-    streams: Sequence[RequestStream], held: HeldAnswer, keeps: bool = False
-) -> AsyncGenerator[Numbered, None]:
+async def merged(streams: Sequence[RequestStream], held: Held, keeps: bool = False) -> AsyncGenerator[Numbered, None]:
     """Chunks of all streams in the order of their arrival. All streams are closed at the end, also after an error.
 
     held: counts each chunk until the next one is asked for. keeps: the reader keeps all chunks, so they count until the

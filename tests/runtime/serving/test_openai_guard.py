@@ -18,8 +18,8 @@ from draftwood.runtime.decoding.scheduler import max_client_places
 from draftwood.runtime.serving.http.bodies import ArrivingBodies
 from draftwood.runtime.serving.http.clients import ApiKey
 from draftwood.runtime.serving.http.errors import Refusal
+from draftwood.runtime.serving.http.fair import FairLimit
 from draftwood.runtime.serving.http.guard import IN_PROGRESS, PIECE_BYTES, Limits, RequestGuard, in_pieces
-from draftwood.runtime.serving.http.held import HeldAnswers
 from draftwood.runtime.serving.http.hosts import AllowedHosts
 
 
@@ -198,10 +198,10 @@ def test_no_client_has_all_places() -> None:
 
 
 def test_the_client_with_the_most_bytes_of_answers_loses_its_oldest() -> None:
-    held, ended = HeldAnswers(100), list[str]()
+    held, ended = FairLimit(100), list[str]()
     with ExitStack() as stack:
         names = ("b old", "a empty", "a old", "a new")
-        answers = [stack.enter_context(held.answer(name[0], partial(ended.append, name))) for name in names]
+        answers = [stack.enter_context(held.hold(name[0], partial(ended.append, name))) for name in names]
         for answer, size in zip(answers, (40, 0, 30, 30), strict=True):
             answer.add(size)
         assert not ended
@@ -211,7 +211,7 @@ def test_the_client_with_the_most_bytes_of_answers_loses_its_oldest() -> None:
         answers[3].add(-30)
         answers[1].add(59)
         assert ended == ["a old"]
-    with held.answer("c", lambda: ended.append("c")) as last:
+    with held.hold("c", lambda: ended.append("c")) as last:
         last.add(100)  # all others' bytes came back with their ends
         assert ended == ["a old"]
         last.add(1)
@@ -263,9 +263,9 @@ def test_a_large_answer_is_handed_over_piece_by_piece() -> None:
         async def send(message: Message) -> None:
             sent.append(message)
 
-        with HeldAnswers(len(body)).answer("a", pytest.fail) as held:
+        with FairLimit(len(body)).hold("a", pytest.fail) as held:
             await in_pieces(send, held)({"type": "http.response.body", "body": body, "more_body": more})
-            assert held.num_bytes == 0
+            assert held.size == 0
         return sent
 
     for size in (0, 1, PIECE_BYTES, PIECE_BYTES + 1, 3 * PIECE_BYTES, 3 * PIECE_BYTES + 7):
