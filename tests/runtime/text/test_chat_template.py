@@ -15,7 +15,7 @@ from serving import wait_for
 
 from draftwood.models.errors import RequestError
 from draftwood.runtime.text import chat_template
-from draftwood.runtime.text.chat_template import PROCESSES, ChatTemplate
+from draftwood.runtime.text.chat_template import PROCESSES, TASK, ChatTemplate
 
 LOOP = "{% if loop %}{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}{% endif %}ok"
 
@@ -23,8 +23,7 @@ LOOP = "{% if loop %}{% for i in range(99999) %}{% for j in range(99999) %}{% en
 @pytest.fixture
 def template(monkeypatch: pytest.MonkeyPatch) -> Iterator[ChatTemplate]:
     """Its loops end at once where others wait, and else only if they are given up."""
-    monkeypatch.setattr(chat_template, "RENDER_SECONDS", 600.0)
-    monkeypatch.setattr(chat_template, "CROWDED_SECONDS", 0.3)
+    monkeypatch.setattr(chat_template, "TASK", TASK._replace(seconds=600.0, crowded_seconds=0.3))
     template = ChatTemplate(LOOP)
     yield template
     template.close()
@@ -57,7 +56,7 @@ def test_one_process_serves_many_conversations() -> None:
     ],
 )
 def test_what_eats_memory_is_refused(source: str, reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chat_template, "RENDER_SECONDS", 600.0)  # a busy machine takes long to fill the memory
+    monkeypatch.setattr(chat_template, "TASK", TASK._replace(seconds=600.0))  # a busy machine fills memory slowly
     template = ChatTemplate(source)
     for _ in range(2):
         with pytest.raises(RequestError, match=f"chat template cannot write.*{reason}"):
@@ -69,7 +68,7 @@ def test_a_loop_is_ended_and_the_next_conversation_has_a_new_process(
     template: ChatTemplate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patch, pytest.raises(RequestError, match=r"within 0\.5 s"):
-        patch.setattr(template._pool, "_seconds", 0.5)
+        patch.setattr(template._pool, "_task", template._pool._task._replace(seconds=0.5))
         template.render({"loop": True})
     assert not template._pool._processes
     assert template.render({"loop": False}) == "ok"
