@@ -80,30 +80,23 @@ def order(server: TritonServer, begun: Path, requests: list[tuple[str, Send]]) -
 
 
 @pytest.mark.parametrize(
-    ("many", "one"),
+    ("many", "one", "expected"),
     [
-        (streaming(client="many"), streaming(client="one")),
-        (streaming(client="many"), streaming(user="one")),
-        (streaming(), streaming(client="one")),
-        (streaming(sequence=7), streaming(sequence=8)),
-        (streaming(sequence="many"), streaming(sequence="one")),
-        (posting(client="many"), posting(user="one")),
+        (streaming(client="many"), streaming(client="one"), "mommm"),
+        (streaming(client="many"), streaming(user="one"), "mommm"),
+        (streaming(), streaming(client="one"), "mommm"),
+        (streaming(sequence=7), streaming(sequence=8), "mommm"),
+        (streaming(sequence="many"), streaming(sequence="one"), "mommm"),
+        (posting(client="many"), posting(user="one"), "mommm"),
+        (streaming(client="many", sequence=9), streaming(sequence=9), "mommm"),  # a name decides before a sequence
+        (streaming(), streaming(), "mmmmo"),  # who gives no name shares one
     ],
-    ids=["client", "user", "nameless", "sequence number", "sequence text", "HTTP"],
+    ids=["client", "user", "nameless", "sequence number", "sequence text", "HTTP", "both", "none"],
 )
 def test_one_request_does_not_wait_for_all_of_anothers(
-    server: TritonServer, begun: Path, many: Send, one: Send
+    server: TritonServer, begun: Path, many: Send, one: Send, expected: str
 ) -> None:
-    assert order(server, begun, [*[("m", many)] * 4, ("o", one)]) == "mommm"
-
-
-def test_who_gives_no_name_shares_one(server: TritonServer, begun: Path) -> None:
-    assert order(server, begun, [*[("m", streaming())] * 3, ("o", streaming())]) == "mmmo"
-
-
-def test_a_name_decides_before_a_sequence_does(server: TritonServer, begun: Path) -> None:
-    many = [("m", streaming(client="many", sequence=number)) for number in (1, 2, 3)]
-    assert order(server, begun, [*many, ("o", streaming(sequence=9))]) == "momm"
+    assert order(server, begun, [*[("m", many)] * 4, ("o", one)]) == expected
 
 
 def test_nobody_fills_the_queue_alone(server: TritonServer) -> None:
