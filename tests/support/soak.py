@@ -143,8 +143,8 @@ class Visitor:
         self._record.text(text, expected[: min(ends, default=None)], f"choice {choice} of {body}")
 
     def whole(self, client: httpx.Client) -> None:
-        more: dict[str, Any] = self._random.choice([{}, {"logprobs": 5}, {"user": f"user {self._random.random()}"}, {"stop": STOP}])
-        body = self._draw(self._random.choice([1, CHOICES])) | more
+        others: list[dict[str, Any]] = [{}, {"logprobs": 5}, {"user": f"user {self._random.random()}"}, {"stop": STOP}]
+        body = self._draw(self._random.choice([1, CHOICES])) | self._random.choice(others)
         answer = client.post("/completions", json=body)
         self._record.answer(answer.status_code, "a good request")
         if answer.status_code == 200:
