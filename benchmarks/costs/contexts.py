@@ -148,7 +148,6 @@ class Ours:
         for _ in decoder.generate(prompt, sampler, seeded_streams(0), stats):
             pass
         private, mapped = (now - old for now, old in zip(memory(os.getpid()), self.before, strict=True))
-        decoder.close()
         reading = len(prompt) / stats.prompt_seconds
         return Run(list(sampler.output), reading, stats.tokens_per_second, stats.target_passes, (private, mapped))
 

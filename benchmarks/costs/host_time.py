@@ -64,7 +64,7 @@ class WidenedEngine(SoloEngine):
         model = replace(engine.spec.model, vocab_size=vocab_size, draft_vocab_size=kept or None)
         self.spec: EngineSpec = replace(engine.spec, model=model, kept_tokens=tuple(range(kept)))
 
-    def new_cache(self) -> KVCache:
+    def new_cache(self, salt: str | None = None) -> KVCache:
         return self._engine.new_cache()
 
     def close(self) -> None:

@@ -30,8 +30,8 @@ REPEATS = 9
 
 def measure(llm: LLM, requests: int, context: int) -> dict[str, float]:
     """Milliseconds of a joint pass at first, of one after STEPS steps, and of a pass of a request alone."""
-    shared = llm.share(requests + 1)
-    pool, rng = shared.engines.target, np.random.default_rng(0)
+    scheduler = llm.scheduler(requests + 1)
+    pool, rng = scheduler.pools[0], np.random.default_rng(0)
     vocab_size = pool.spec.model.vocab_size
     caches = [pool.new_cache() for _ in range(requests)]
     own = pool.new_cache()
@@ -53,7 +53,7 @@ def measure(llm: LLM, requests: int, context: int) -> dict[str, float]:
         own.commit([])
     for cache in (own, *caches):
         cache.close()
-    shared.close()
+    scheduler.close()
     found = {"first": median(times[:5]), "later": median(times[-5:]), "alone": median(alone)}
     return {name: round(value, 2) for name, value in found.items()}
 

@@ -37,7 +37,7 @@ from benchmarks.tools.record import add_output, write_results
 from benchmarks.tools.svg import new_figure, save_svg
 from draftwood.cli.bench import read_prompts
 from draftwood.runtime.bundle.costs import read_costs
-from draftwood.runtime.decoding.loop import MAX_RUNNING
+from draftwood.runtime.decoding.scheduler import MAX_RUNNING
 from draftwood.runtime.text.tokenizer import Tokenizer
 
 SHARES = (0.1, 0.25, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 1.0, 1.1)  # of the saturated throughput

@@ -22,8 +22,8 @@ from typing import Literal, NamedTuple
 import numpy as np
 from simpy import Environment, Event
 
-from draftwood.runtime.decoding.loop import MAX_RUNNING
-from draftwood.runtime.decoding.scheduler import Scheduler
+from draftwood.runtime.decoding.queue import FairQueue
+from draftwood.runtime.decoding.scheduler import MAX_RUNNING
 from draftwood.runtime.engines.shared.pool import LIVE_SHARE
 from draftwood.runtime.speculation.planning.cost import CostModel, HostCosts, PassCosts
 
@@ -94,7 +94,7 @@ class Replica:
         self._planner = Planner(serving.acceptance, self._target, self._draft, self._host)
         self._environment, self._wake = environment, environment.event()
         self._complete: dict[Request, Event] = {}
-        self.scheduler: Scheduler[Request] = Scheduler(serving.max_running, ENDLESS)
+        self.scheduler: FairQueue[Request] = FairQueue(serving.max_running, ENDLESS)
         environment.process(self._run())
 
     def submit(self, request: Request) -> Event:

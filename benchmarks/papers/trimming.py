@@ -59,7 +59,7 @@ def readings(llm: LLM, draft: Engine, prompts: Sequence[str], temperature: float
         params = SamplingParams(max_tokens=tokens, temperature=temperature, seed=seed, ignore_eos=True)
         written = llm.generate(encoded, params)[0].token_ids
         text = [*encoded, *written][:-1]
-        both = (read(engine, text)[-len(written) :] for engine in (llm.engines.target, draft))
+        both = (read(engine, text)[-len(written) :] for engine in (llm.target, draft))
         yield Reading(np.array(written), *both)
 
 

@@ -64,7 +64,7 @@ class StandIn(SoloEngine):
         ranked = (np.zeros((spec.max_width, 8), np.int64), np.zeros((spec.max_width, 8), np.float32))
         self._output = ForwardOutput(logits, *(ranked if TOP_IDS.name in spec.outputs else (None, None)))
 
-    def new_cache(self) -> KVCache:
+    def new_cache(self, salt: str | None = None) -> KVCache:
         return EmptyCache()
 
     def close(self) -> None:
@@ -115,7 +115,6 @@ def measure(folder: Path, repeats: int) -> dict[str, float]:
                 target, draft, config, manifest.max_length, (), costs, lambda: REQUESTS, experience, budget
             )
             row[name] = time_tokens(decoder, target.spec.model.vocab_size)
-            decoder.close()
         row["plan"], row["offer"] = time_plans(costs, target.spec)
         for name, microseconds in row.items() if repeat else ():
             found[name].append(microseconds)

@@ -56,7 +56,7 @@ class SteeredDraft(SoloEngine):
         self.text: NDArray[np.int64] = np.zeros(0, np.int64)
         self.ranks: NDArray[np.int64] = np.zeros(0, np.int64)
 
-    def new_cache(self) -> KVCache:
+    def new_cache(self, salt: str | None = None) -> KVCache:
         return self.engine.new_cache()
 
     def close(self) -> None:

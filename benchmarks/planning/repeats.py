@@ -41,9 +41,9 @@ class Counts:
 def count(counts: dict[int, Counts], prompt: Sequence[int], answer: Sequence[int]) -> int:
     """Add one answer; returns its places."""
     lookup = PromptLookup(LENGTHS, DEPTHS)
-    lookup.extend(prompt)
+    text = list(prompt)
     for place, token in enumerate(answer):
-        ngram, found = lookup.propose()
+        ngram, found = lookup.propose(text)
         if found:
             counts[ngram].places += 1
         for depth, (proposed, follows) in enumerate(zip(found, answer[place:], strict=False)):
@@ -51,7 +51,7 @@ def count(counts: dict[int, Counts], prompt: Sequence[int], answer: Sequence[int
             if proposed != follows:
                 break
             counts[ngram].right[depth] += 1
-        lookup.extend([token])
+        text.append(token)
     return len(answer)
 
 

@@ -169,16 +169,18 @@ def make_place(tree: TokenTree, following: Sequence[int]) -> Place:
 
 def record(draft: Engine, prompt: Sequence[int], text: Sequence[int]) -> Trace:
     """The draft's proposals before every token of a text but the last ones, which are needed to verify."""
-    proposer, depth = DraftProposer(draft), LIMITS.max_draft_len
+    written, depth = list(prompt), LIMITS.max_draft_len
+    proposer = DraftProposer(draft, written)
     sampler = Sampler(SamplingParams(temperature=0), prompt, (), draft.spec.model.vocab_size)
     places = []
     try:
-        run(proposer.start(prompt))
+        run(proposer.read())
         for position in range(len(text) - depth):
             root = text[position - 1] if position else prompt[-1]
             tree = propose(proposer, root, sampler, (GROWN, depth, LIMITS.frontier_width))
             places.append(make_place(tree, text[position : position + depth]))
-            proposer.commit(root_alone(root), [], text[position])
+            proposer.commit(root_alone(root), [])
+            written.append(text[position])
     finally:
         proposer.close()
     return Trace(len(prompt), places)
@@ -214,14 +216,15 @@ def draw_proposals(
     config: SpeculativeConfig,
 ) -> list[tuple[TokenTree, list[int]]]:
     """A proposal before every token of a text but the last ones, and its accepted rows. The text goes on as it is."""
-    proposer, cache = DraftProposer(pair.draft), pair.target.new_cache()
+    written, cache = list(prompt), pair.target.new_cache()
+    proposer = DraftProposer(pair.draft, written)
     sampler = Sampler(params, prompt, (), pair.target.spec.model.vocab_size)
     sampler.use(softmax_of(pair.target))
     calibration, rules = config.calibration(False), config.rules(False)
     estimate = calibration or uncorrected
     found: list[tuple[TokenTree, list[int]]] = []
     with closing(proposer), closing(cache):
-        run(proposer.start(prompt))
+        run(proposer.read())
         prefill(pair.target, cache, prompt[:-1])
         for position in range(len(text) - LIMITS.max_draft_len):
             root = text[position - 1] if position else prompt[-1]
@@ -234,7 +237,8 @@ def draw_proposals(
                 calibration.update(tree, rows)
             found.append((tree, rows))
             cache.commit([0])
-            proposer.commit(root_alone(root), [], text[position])
+            proposer.commit(root_alone(root), [])
+            written.append(text[position])
     return found
 
 

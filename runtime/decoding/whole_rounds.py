@@ -1,4 +1,4 @@
-"""Rounds that an engine runs as a whole, on a GPU or in the native kernels: what they are to the decoder."""
+"""Rounds that an engine runs as a whole, on a GPU: what they are to the decoder."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from ..speculation.proposer import DraftProposer
 from ..speculation.verifier import Acceptance
 from .round import Outcome
 
-if TYPE_CHECKING:  # request_state.py imports this module
-    from .request_state import RequestState
+if TYPE_CHECKING:  # state.py imports this module
+    from .state import RequestState
 
 NO_ESTIMATES = array("d")
 
@@ -31,7 +31,7 @@ def run_whole(
     """Run a round of this shape, measure it, and learn from it."""
     begin, draws = perf_counter(), None
     if request.draws is not None:
-        draws = draws_of(shape, rounds.most_draws(shape), request.draws, request.uniforms, request.calibration)
+        draws = draws_of(shape, shape.most_draws, request.draws, request.uniforms, request.calibration)
     output = yield rounds.prepare(shape, proposer.pending, draws)
     found = rounds.outcome
     if found.seconds is None:

@@ -34,7 +34,7 @@ from connections import (
 )
 from serving import RUNNING, WAITING, Served, pausable, paused, served, wait_for
 
-from draftwood.runtime.decoding.scheduler import max_client_places
+from draftwood.runtime.decoding.queue import max_client_places
 
 pytest.importorskip("fastapi", reason="needs the [serve] extra")
 

@@ -7,7 +7,6 @@ speculative text equals plain text bit for bit, in every precision.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from threading import Lock
 from typing import Any, NamedTuple
@@ -20,14 +19,23 @@ from ....models.bindings import INTEGERS
 from ....models.errors import EngineError
 from ....plugins.native.cache import open_kernels
 from ....plugins.native.compile import CompilerError
-from ....plugins.native.library import FORMATS, Cache, Layer, Matrix, Model, Pass, address, row_bytes
+from ....plugins.native.library import (
+    FORMATS,
+    NO_MEMORY,
+    REFUSALS,
+    Cache,
+    Layer,
+    Matrix,
+    Model,
+    Pass,
+    address,
+    row_bytes,
+)
 from ....plugins.native.packing import PANEL, whole_panels
 from ....plugins.native.processor import KernelError
-from ..base import Engine, EngineSpec, ForwardOutput, KVCache, SoloEngine, TokenBatch, check_cache, closed_error
+from ..base import EngineSpec, ForwardOutput, KVCache, SoloEngine, TokenBatch, check_cache, closed_error
 from ..cache import GrowingKVCache
 from ..limits import available_bytes, cores
-from ..rounds import Block, Rounds, TextRows
-from .rounds import NativeRounds
 from .softmax import NativeSoftmax, PreparedRows
 from .weights import ACCEPTANCE, packed_network, packed_rows, precision_of, read_weights
 
@@ -65,29 +73,6 @@ class NativeKVCache(GrowingKVCache):
             self._results[outputs] = self._engine.results(outputs, self)
         return self._results[outputs]
 
-    @property
-    def cache(self) -> NativeKVCache:
-        """See TextRows.cache: the rows are those of one text."""
-        return self
-
-    storage = cache
-
-    def has_room(self, rows: int) -> bool:
-        """See TextRows.has_room."""
-        return self.length + rows <= self._limit
-
-    def open_block(self, rows: int) -> Block:
-        """See TextRows.open_block."""
-        length = self.length
-        if length + rows > min(self._slots, self._limit):
-            self._grow(length + rows, length)
-        return Block(length, length, None, length)
-
-    def append(self, token_ids: Sequence[int]) -> None:
-        """See TextRows.append."""
-        self.length += len(token_ids)
-        self.speculative = 0
-
     def _allocate(self, capacity: int) -> None:
         model, stored = self._spec.model, self._spec.cache_precision
         slots, dtype = whole_panels(capacity), STORED[stored]
@@ -110,8 +95,9 @@ class NativeKVCache(GrowingKVCache):
         if self.scales is not None and scales is not None:
             self.scales[..., :used] = scales[..., :used]
 
-    def _move(self, rows: NDArray[np.int64]) -> None:
-        self._engine.move(self, rows)
+    def move(self, rows: NDArray[np.int64], first: int) -> None:
+        """See Storage.move."""
+        self._engine.move(self, rows, first)
 
     def _free(self) -> None:
         del self.keys, self.values, self.scales, self.structure, self._results
@@ -140,60 +126,34 @@ class NativeEngine(SoloEngine):
         except (KernelError, CompilerError) as error:
             raise EngineError(str(error)) from error
 
-    def new_cache(self) -> NativeKVCache:
+    def new_cache(self, salt: str | None = None) -> NativeKVCache:
         return NativeKVCache(self)
 
     def score(self, batch: TokenBatch, cache: KVCache) -> ForwardOutput:
         """See Engine.forward. Rows of padding are not computed; their outputs are undefined. Also raises EngineError
         for token ids and positions beyond those of the engine."""
-        if batch.num_tokens > len(batch.mask):
-            raise EngineError(f"{batch.num_tokens} rows do not fit a mask of {len(batch.mask)}")
+        rows, outputs = batch.num_tokens, len(batch.output_rows)
+        if rows > len(batch.mask):
+            raise EngineError(f"{rows} rows do not fit a mask of {len(batch.mask)}")
         cache = check_cache(cache, NativeKVCache)
         start = cache.reserve(batch)
-        rows = batch.num_tokens
-        wanted, output, prepared = cache.results(len(batch.output_rows))
-        arrays = (batch.token_ids, batch.position_ids, batch.output_rows, batch.mask)
-        inputs = [np.ascontiguousarray(array) for array in arrays]  # they live as long as the pass
-        scored, columns = 0 if batch.cache_only else min(len(batch.output_rows), rows), inputs[-1].shape[1]
+        wanted, output, prepared = cache.results(outputs)
+        mask = batch.mask if batch.mask.flags.c_contiguous else np.ascontiguousarray(batch.mask)
+        inputs = batch.token_ids, batch.position_ids, batch.output_rows, mask  # they live as long as the pass
+        columns = mask.shape[1]
+        scored = 0 if batch.cache_only else min(outputs, rows)
         wanted.fill(rows, scored, cache.length, start, columns, inputs)
-        slots = None if batch.slots is None else np.ascontiguousarray(batch.slots)
-        wanted.slots, wanted.drawn = address(slots), 0
+        wanted.slots, wanted.drawn = address(batch.slots), 0
         asked = batch.wanted[:scored]
         softmaxes = prepared.ask(asked, wanted) if any(asked) else ()
         with self._lock:
             if self._handle is None:
                 raise closed_error(self.spec)
-            try:
-                self._library.forward(self._handle, wanted)
-            except KernelError as error:
-                raise EngineError(str(error)) from error
-        cache.speculative = cache.speculative + rows if slots is None else columns
+            if refusal := self._library.forward(self._handle, wanted):
+                raise refused(refusal)
+        cache.speculative = cache.speculative + rows if batch.slots is None else columns
         # `_replace` would take five times as long.
         return ForwardOutput(output.logits, output.top_ids, output.top_logprobs, output.acceptance, softmaxes)
-
-    def rounds(self, cache: KVCache, draft: Engine, draft_cache: KVCache) -> Rounds | None:
-        """See Engine.rounds: with a native draft."""
-        if not isinstance(draft, NativeEngine):
-            return None
-        own, other = check_cache(cache, NativeKVCache), check_cache(draft_cache, NativeKVCache)
-        return self.rounds_over(own, draft, other)
-
-    def rounds_over(self, rows: TextRows, draft: Engine, draft_rows: TextRows) -> Rounds | None:
-        """See Engine.rounds_over: with a native draft, which is another engine: a round locks both."""
-        if not isinstance(draft, NativeEngine) or draft is self:
-            return None
-        storages = check_cache(rows.storage, NativeKVCache), check_cache(draft_rows.storage, NativeKVCache)
-        return NativeRounds((self, draft), (rows, draft_rows), storages)
-
-    def run_round(self, draft: NativeEngine, wanted: int) -> None:
-        """Run the round at an address with this engine as the target. Raises EngineError as `score` does."""
-        with self._lock, draft._lock:
-            if self._handle is None or draft._handle is None:
-                raise closed_error(self.spec if self._handle is None else draft.spec)
-            try:
-                self._library.run_round(self._handle, draft._handle, wanted)
-            except KernelError as error:
-                raise EngineError(str(error)) from error
 
     def close(self) -> None:
         with self._lock:
@@ -220,12 +180,17 @@ class NativeEngine(SoloEngine):
         wanted.ids, wanted.logprobs = address(ids), address(logprobs)
         return Results(wanted, ForwardOutput(logits, ids, logprobs, acceptance), PreparedRows(logits, self.softmax))
 
-    def move(self, cache: NativeKVCache, rows: NDArray[np.int64]) -> None:
-        """Copy the slots `rows`, int64 [n], in this order, to the slots after the committed rows, in every layer."""
+    def move(self, cache: NativeKVCache, rows: NDArray[np.int64], first: int) -> None:
+        """Copy the slots `rows`, int64 [n], in this order, to those from `first` on, in every layer."""
         with self._lock:
             if self._handle is None:
                 raise closed_error(self.spec)
-            self._library.move(self._handle, cache.structure, cache.length, np.ascontiguousarray(rows))
+            self._library.move(self._handle, cache.structure, first, np.ascontiguousarray(rows))
+
+
+def refused(refusal: int) -> EngineError | MemoryError:
+    """The error of a pass that the kernels refused."""
+    return MemoryError(REFUSALS[refusal]) if refusal == NO_MEMORY else EngineError(REFUSALS[refusal])
 
 
 def check_rows(spec: EngineSpec, model: Model) -> None:

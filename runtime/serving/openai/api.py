@@ -14,7 +14,7 @@ from fastapi import Request
 from fastapi.responses import Response, StreamingResponse
 
 from ....models.errors import DraftwoodError, RequestError
-from ...decoding.scheduler import max_client_places
+from ...decoding.queue import max_client_places
 from ...prepared import Prepared
 from ...prompt import Prompt
 from ...requests.async_llm import AsyncLLM, RequestStream

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import ExitStack
 from pathlib import Path
 
 import numpy as np
@@ -16,14 +15,13 @@ from draftwood.models.errors import EngineError
 from draftwood.runtime.bundle.bundle import EngineBundle
 from draftwood.runtime.decoding.chunk import TokenChunk
 from draftwood.runtime.decoding.decoder import SpeculativeDecoder
-from draftwood.runtime.decoding.job import Job
-from draftwood.runtime.decoding.loop import Loop, select_joint
-from draftwood.runtime.decoding.scheduler import Scheduler
+from draftwood.runtime.decoding.request import Request
+from draftwood.runtime.decoding.scheduler import Scheduler, select_joint
 from draftwood.runtime.decoding.stats import SpecDecodeStats
 from draftwood.runtime.engines.base import Engine, ForwardOutput, KVCache, Pass, TokenBatch
 from draftwood.runtime.engines.passes import Steps, causal_batch, prefill
 from draftwood.runtime.engines.shared.memory import CacheBudget, OutOfMemoryError
-from draftwood.runtime.engines.shared.placement import PANEL, Run, has_block, place_block
+from draftwood.runtime.engines.shared.placement import PANEL
 from draftwood.runtime.engines.shared.pool import SPARE_PASSES, PooledEngine
 from draftwood.runtime.sampling.params import SamplingParams
 from draftwood.runtime.sampling.random import seeded_streams
@@ -44,38 +42,34 @@ def decode(
 ) -> list[list[int]]:
     """Run all requests at the same time over `engines`, target first; returns their tokens."""
     target, draft = engines
-    texts: dict[Job[TokenChunk], list[int]] = {}
-    loop: Loop[Job[TokenChunk], TokenChunk] = Loop(Scheduler(len(requests), 0))
-    with ExitStack() as decoders:
-        for prompt, config, params in requests:
-            decoder = SpeculativeDecoder(target, None if config is None else draft, config, 4096, ())
-            decoders.callback(decoder.close)
-            sampler = Sampler(params, prompt, (), target.spec.model.vocab_size)
-            stats = SpecDecodeStats()
-            steps = decoder.steps(prompt, sampler, seeded_streams(params.seed), stats)
-            texts[Job(steps=steps, write=lambda chunk: chunk, stats=stats)] = []
-        for job, chunk in loop.run(list(texts)):
-            texts[job] += chunk.token_ids
+    texts: dict[Request[TokenChunk], list[int]] = {}
+    for prompt, config, params in requests:
+        decoder = SpeculativeDecoder(target, None if config is None else draft, config, 4096, ())
+        sampler = Sampler(params, prompt, (), target.spec.model.vocab_size)
+        stats = SpecDecodeStats()
+        steps = decoder.steps(prompt, sampler, seeded_streams(params.seed), stats)
+        texts[Request(steps=steps, write=lambda chunk: chunk, stats=stats)] = []
+    scheduler: Scheduler[TokenChunk] = Scheduler(len(requests))
+    for request, chunk in scheduler.run(list(texts)):
+        texts[request] += chunk.token_ids
     return list(texts.values())
 
 
-def test_a_loop_knows_how_many_jobs_share_its_passes() -> None:
+def test_a_scheduler_knows_how_many_requests_share_its_passes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Plans of rounds depend on it, and on what such passes take."""
     pool, watched = PooledEngine(fake_engines()[0], 4096), list[tuple[int, int, int, float]]()
-    loop: Loop[Job[TokenChunk], TokenChunk]
-    loop = Loop(Scheduler(3, 0), (pool,), CacheBudget(None, 4096, 64), watch=lambda *seen: watched.append(seen))
-    assert loop.num_sharing == 1
-    jobs = []
-    with ExitStack() as decoders:
-        for tokens in (2, 4, 6):
-            params, stats = SamplingParams(max_tokens=tokens, ignore_eos=True), SpecDecodeStats()
-            decoder = SpeculativeDecoder(pool, None, None, 4096, ())
-            decoders.callback(decoder.close)
-            steps = decoder.steps([1, 2], Sampler(params, [1, 2], (), VOCAB), seeded_streams(0), stats)
-            jobs.append(Job(steps=steps, write=lambda chunk: chunk, stats=stats, num_slots=64))
-        seen = [loop.num_sharing for _ in loop.run(jobs)]
+    scheduler: Scheduler[TokenChunk] = Scheduler(3, pools=(pool,), slots=CacheBudget(None, 4096, 64))
+    monkeypatch.setattr(scheduler.drafts, "observe_pass", lambda *seen: watched.append(seen))
+    assert scheduler.num_sharing == 1
+    requests = []
+    for tokens in (2, 4, 6):
+        params, stats = SamplingParams(max_tokens=tokens, ignore_eos=True), SpecDecodeStats()
+        decoder = SpeculativeDecoder(pool, None, None, 4096, ())
+        steps = decoder.steps([1, 2], Sampler(params, [1, 2], (), VOCAB), seeded_streams(0), stats)
+        requests.append(Request(steps=steps, write=lambda chunk: chunk, stats=stats, num_slots=64))
+    seen = [scheduler.num_sharing for _ in scheduler.run(requests)]
     assert seen[0] == 3 and seen[-1] == 1 and sorted(seen, reverse=True) == seen
-    assert [sharing for _, sharing, _, _ in watched] == [3, 2, 2, 1, 1]
+    assert [sharing for _, sharing, _, _ in watched] == [3, 2, 2]
     assert all(rows == sharing and seconds > 0 for rows, sharing, _, seconds in watched)
     assert [context for _, _, context, _ in watched] == sorted({context for _, _, context, _ in watched})
 
@@ -84,7 +78,7 @@ def test_memory_that_ran_out_is_used_again_where_nothing_limits_it(monkeypatch: 
     """The first texts end, and the next ones get the memory that they need."""
     target = fake_engines()[0]
     pool, score, failures = PooledEngine(target, 4096), target.score, iter([True, True])
-    loop: Loop[Job[TokenChunk], TokenChunk] = Loop(Scheduler(2, 0), (pool,), CacheBudget(None, 4096, 64))
+    scheduler: Scheduler[TokenChunk] = Scheduler(2, pools=(pool,), slots=CacheBudget(None, 4096, 64))
 
     def short(batch: TokenBatch, cache: KVCache) -> ForwardOutput:
         if next(failures, False):
@@ -92,16 +86,14 @@ def test_memory_that_ran_out_is_used_again_where_nothing_limits_it(monkeypatch: 
         return score(batch, cache)
 
     def texts() -> list[list[int]]:
-        found: dict[Job[TokenChunk], list[int]] = {}
-        with ExitStack() as decoders:
-            for first in (1, 2):
-                params, stats = SamplingParams(max_tokens=4, temperature=0), SpecDecodeStats()
-                decoder = SpeculativeDecoder(pool, None, None, 4096, ())
-                decoders.callback(decoder.close)
-                steps = decoder.steps([first, 3], Sampler(params, [first, 3], (), VOCAB), seeded_streams(0), stats)
-                found[Job(steps=steps, write=lambda chunk: chunk, stats=stats, num_slots=4096)] = []
-            for job, chunk in loop.run(list(found)):
-                found[job] += chunk.token_ids
+        found: dict[Request[TokenChunk], list[int]] = {}
+        for first in (1, 2):
+            params, stats = SamplingParams(max_tokens=4, temperature=0), SpecDecodeStats()
+            decoder = SpeculativeDecoder(pool, None, None, 4096, ())
+            steps = decoder.steps([first, 3], Sampler(params, [first, 3], (), VOCAB), seeded_streams(0), stats)
+            found[Request(steps=steps, write=lambda chunk: chunk, stats=stats, num_slots=4096)] = []
+        for request, chunk in scheduler.run(list(found)):
+            found[request] += chunk.token_ids
         return list(found.values())
 
     monkeypatch.setattr(target, "score", short)
@@ -263,9 +255,9 @@ def test_a_slot_never_computed_is_refused(engine: Engine) -> None:
 def test_a_pass_holds_as_many_as_fit_and_the_draft_goes_first() -> None:
     target, draft = (PooledEngine(engine, 4096) for engine in fake_engines())
 
-    def waiting(engine: Engine, rows: int) -> Job[TokenChunk]:
+    def waiting(engine: Engine, rows: int) -> Request[TokenChunk]:
         wanted = Pass(engine, causal_batch(engine.spec, [0] * rows, 0), engine.new_cache())
-        return Job(steps=no_steps(), write=lambda chunk: chunk, next_pass=wanted)
+        return Request(steps=no_steps(), write=lambda chunk: chunk, next_pass=wanted)
 
     for_target = [waiting(target, rows) for rows in (40, 20, 10)]
     assert select_joint(for_target) == for_target[:2]
@@ -316,14 +308,3 @@ def test_rows_of_a_sequence_lie_in_panels_of_its_own() -> None:
     panels = [set((cache.slots // PANEL).tolist()) for cache in caches]
     assert sum(map(len, panels)) == len(set().union(*panels))
     assert max(map(len, panels)) <= 60 // PANEL + 2
-
-
-@given(st.integers(0, 200), st.integers(0, 100), st.integers(-1, 300), st.integers(1, 80), st.integers(200, 400))
-def test_a_block_is_free_and_behind_its_sequence(start: int, free: int, last: int, count: int, top: int) -> None:
-    """Slots of a sequence ascend, and whole panels are its own. top: the slots in use."""
-    run, last = Run(start, start, min(start + free, top)), min(last, top - 1)
-    placed, used = place_block(run, last, count, top, top + count + free)
-    assert last < placed.next <= placed.end - count and placed.end <= used
-    assert (placed, used) == (run, top) or (placed.next == placed.kept == top and placed.end == used >= top + count)
-    assert used <= top + count + free
-    assert (placed == run) == has_block(run, last, count)

@@ -18,7 +18,7 @@ pytest.importorskip("fastapi", reason="needs the [serve] extra")
 from starlette.types import Message, Receive, Scope, Send
 
 from draftwood.models.errors import ConfigError
-from draftwood.runtime.decoding.scheduler import max_client_places
+from draftwood.runtime.decoding.queue import max_client_places
 from draftwood.runtime.serving.http.bodies import ArrivingBodies
 from draftwood.runtime.serving.http.clients import ApiKey, network_of, owner_of, read_keys
 from draftwood.runtime.serving.http.errors import Refusal

@@ -17,7 +17,7 @@ pytest.importorskip("tritonclient.grpc", reason="tritonclient, the [triton] extr
 
 from triton_client import BEGUN, ENDLESS, FAULTS, OWN, SLOW, Call, ask, inputs, metric, post
 
-from draftwood.runtime.decoding.scheduler import max_client_places
+from draftwood.runtime.decoding.queue import max_client_places
 from draftwood.runtime.requests.async_llm import MAX_WAITING
 from draftwood.runtime.serving.triton.contract import ModelSettings
 from draftwood.runtime.serving.triton.repository import Placement, write_model
