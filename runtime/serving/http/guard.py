@@ -30,19 +30,15 @@ PIECE_BYTES = 64 << 10
 
 
 class Limits(NamedTuple):
-    """Limits of paths below GUARDED. max_body_bytes and body_seconds: of one request's body. max_requests: requests in
-    progress (queued, running, or being answered). api_keys: accepted keys; if empty, no key is needed.
-
-    hosts: accepted host names, None for any; HEALTH always answers. trusted_proxies: addresses or networks whose
-    X-Forwarded-For names the sender of a request. answer_bytes: of all answers that clients have not read."""
+    """Limits of paths below GUARDED."""
 
     max_body_bytes: int
-    max_requests: int
-    api_keys: tuple[ApiKey, ...] = ()
-    body_seconds: float = 30.0
-    hosts: AllowedHosts | None = None
-    trusted_proxies: tuple[str, ...] = ()
-    answer_bytes: int = LEAST_BYTES
+    max_requests: int  # in progress: queued, running, or being answered
+    api_keys: tuple[ApiKey, ...] = ()  # if empty, no key is needed
+    body_seconds: float = 30.0  # for one body
+    hosts: AllowedHosts | None = None  # accepted host names, None for any; HEALTH always answers
+    trusted_proxies: tuple[str, ...] = ()  # addresses or networks whose X-Forwarded-For names the sender of a request
+    answer_bytes: int = LEAST_BYTES  # of all answers that clients have not read
 
 
 def answer_bytes() -> int:
