@@ -35,6 +35,10 @@ def test_one_process_serves_many_conversations() -> None:
     assert [template.render({"x": number, "y": "\ud83d"}) for number in range(3)] == [
         f'{number}\u00e9"\ud83d"' for number in range(3)
     ]
+    (process,) = template._pool._processes
+    process._process.kill()
+    process._process.wait()
+    assert template.render({"x": 3, "y": 1}) == "3\u00e91", "it is replaced"
     assert len(template._pool._processes) == 1
     template.close()
     with pytest.raises(RequestError, match="given up"):
@@ -92,14 +96,6 @@ def test_who_gives_up_ends_the_process(template: ChatTemplate) -> None:
         (process,) = template._pool._processes
         given_up.set()
         assert isinstance(loop.exception(300), RequestError) and not process.alive
-
-
-def test_a_process_that_was_killed_is_replaced(template: ChatTemplate) -> None:
-    assert template.render({"loop": False}) == "ok"
-    (process,) = template._pool._processes
-    process._process.kill()
-    process._process.wait()
-    assert template.render({"loop": False}) == "ok"
 
 
 def test_nothing_is_left_of_a_template_that_nobody_closed() -> None:
