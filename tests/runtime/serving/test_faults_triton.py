@@ -35,7 +35,6 @@ from triton_client import (  # noqa: E402 - after the skips
     inputs,
     metric,
     post,
-    stubs,
     triton,
 )
 
@@ -147,24 +146,6 @@ def test_nobody_waits_for_a_reader_that_does_not_read(server: TritonServer, llm:
         slow.stop_stream()
     assert texts == [expected] * 4
     assert sorted("".join(answers)) == sorted(4 * expected)  # of four requests, interleaved
-
-
-def test_one_models_killed_processes_are_not_felt_by_another(server: TritonServer, client: Any, llm: LLM) -> None:
-    expected = llm.generate("hello", GREEDY)[0].text
-    with Call(server.grpc, FAULTY, inputs("hello", **SLOWLY)) as other:
-        first = other.next().outputs["text_output"]
-        processes = stubs(server, PLAIN)
-        assert processes
-        for process in processes:
-            os.kill(process, signal.SIGKILL)
-        with pytest.raises(Refused, match="not healthy"):
-            ask(server, PLAIN, inputs("hello", **ASKED))
-        assert first + text_of(other) == llm.generate("hello", SLOW_GREEDY)[0].text
-    client.unload_model(PLAIN)
-    wait_for(lambda: not client.is_model_ready(PLAIN))
-    client.load_model(PLAIN)
-    with Call(server.grpc, PLAIN, inputs("hello", **ASKED)) as call:
-        assert text_of(call) == expected
 
 
 def test_an_engine_that_fails_for_good_is_seen_by_a_small_request(server: TritonServer, client: Any) -> None:

@@ -17,8 +17,6 @@ pytest.importorskip("tritonclient.grpc", reason="tritonclient, the [triton] extr
 
 from triton_client import BEGUN, ENDLESS, FAULTS, OWN, SLOW, Call, ask, inputs, metric, post
 
-from draftwood.runtime.decoding.queue import max_client_places
-from draftwood.runtime.requests.async_llm import MAX_WAITING
 from draftwood.runtime.serving.triton.contract import ModelSettings
 from draftwood.runtime.serving.triton.repository import Placement, write_model
 from draftwood.runtime.serving.triton.server import Distribution, TritonServer
@@ -82,38 +80,14 @@ def order(server: TritonServer, begun: Path, requests: list[tuple[str, Send]]) -
 @pytest.mark.parametrize(
     ("many", "one", "expected"),
     [
-        (streaming(client="many"), streaming(client="one"), "mommm"),
         (streaming(client="many"), streaming(user="one"), "mommm"),
-        (streaming(), streaming(client="one"), "mommm"),
-        (streaming(sequence=7), streaming(sequence=8), "mommm"),
         (streaming(sequence="many"), streaming(sequence="one"), "mommm"),
         (posting(client="many"), posting(user="one"), "mommm"),
         (streaming(client="many", sequence=9), streaming(sequence=9), "mommm"),  # a name decides before a sequence
-        (streaming(), streaming(), "mmmmo"),  # who gives no name shares one
     ],
-    ids=["client", "user", "nameless", "sequence number", "sequence text", "HTTP", "both", "none"],
+    ids=["gRPC", "sequence", "HTTP", "both"],
 )
 def test_one_request_does_not_wait_for_all_of_anothers(
     server: TritonServer, begun: Path, many: Send, one: Send, expected: str
 ) -> None:
     assert order(server, begun, [*[("m", many)] * 4, ("o", one)]) == expected
-
-
-def test_nobody_fills_the_queue_alone(server: TritonServer) -> None:
-    """Those without a name are one client, too: it gets half of the places, and another still finds one."""
-    share = max_client_places(MAX_WAITING)
-    short = inputs("hello", max_tokens=1, seed=SLOW, end_id=-1)
-
-    def waiting() -> float:
-        return metric(server, "draftwood_requests_waiting", model=MODEL)
-
-    with ThreadPoolExecutor(share + 4) as threads:
-        with Call(server.grpc, MODEL, inputs("hello", max_tokens=900, stream=True, seed=ENDLESS, end_id=-1)) as longer:
-            longer.next()
-            many = [threads.submit(ask, server, MODEL, short) for _ in range(share + 3)]
-            wait_for(lambda: sum(each.done() for each in many) == 3 and waiting() == share)
-            other = threads.submit(ask, server, MODEL, short, client="other")
-            wait_for(lambda: waiting() == share + 1)
-        refused = [error for each in many if (error := each.exception())]
-        assert len(refused) == 3 and all("of this client are waiting" in str(error) for error in refused)
-        other.result()

@@ -77,6 +77,8 @@ def test_it_says_what_it_is(server: TritonServer, client: Any) -> None:
     assert {"text_input", "stop_words", "sampling_parameters"} <= {item.name for item in metadata.inputs}
     assert {"text_output", "acceptance_rate", "finish_reason"} <= {item.name for item in metadata.outputs}
     assert client.get_model_config(PLAIN).config.model_transaction_policy.decoupled
+    with pytest.raises(Refused, match="decoupled"):
+        client.infer(PLAIN, inputs("hello"))
 
 
 def test_a_stream_has_a_response_per_round_and_a_whole_text_is_one(server: TritonServer, llm: LLM) -> None:
@@ -221,11 +223,6 @@ def test_what_fails_in_a_round_ends_that_request_only(server: TritonServer, clie
     assert client.is_model_ready(FAULTY)
 
 
-def test_the_unary_rpc_does_not_serve_decoupled_models(client: Any) -> None:
-    with pytest.raises(Refused, match="decoupled"):
-        client.infer(PLAIN, inputs("hello"))
-
-
 def test_http_generate(server: TritonServer, llm: LLM) -> None:
     expected = llm.generate("hello", SamplingParams(max_tokens=8, temperature=0, ignore_eos=True))[0].text
     body = {"text_input": "hello", "max_tokens": 8, "ignore_eos": True, "stop_words": ["\x00"]}
@@ -259,19 +256,6 @@ def test_the_example_of_the_documentation_runs(server: TritonServer, llm: LLM) -
 def test_http_errors(server: TritonServer, body: dict[str, Any] | bytes, status: int, named: str) -> None:
     got, text = post(server, f"{PLAIN}/generate", body)
     assert (got, named in text) == (status, True), text
-
-
-def test_requests_in_flight_survive_an_unload(server: TritonServer, client: Any, llm: LLM) -> None:
-    with Call(server.grpc, FAULTY, inputs("hello", max_tokens=20, stream=True, seed=SLOW, end_id=-1)) as call:
-        first = call.next()
-        client.unload_model(FAULTY)
-        text = "".join(answer.outputs["text_output"] for answer in (first, *call.rest()))
-    assert text == llm.generate("hello", SamplingParams(max_tokens=20, temperature=0, ignore_eos=True))[0].text
-    wait_for(lambda: not client.is_model_ready(FAULTY))
-    with pytest.raises(Refused, match="no available versions"):
-        ask(server, FAULTY, inputs("hello", max_tokens=2))
-    client.load_model(FAULTY)
-    assert len(ask(server, FAULTY, inputs("hello", max_tokens=2))) == 1
 
 
 def test_a_model_whose_process_died_comes_back_by_unloading_and_loading(server: TritonServer, client: Any) -> None:

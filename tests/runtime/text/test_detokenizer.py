@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from checkpoints import write_tokenizer
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from draftwood.runtime.text.detokenizer import BegunStop, IncrementalDetokenizer, StopChecker
@@ -37,14 +37,6 @@ def continuation(tokenizer: Tokenizer, prompt: list[int], tokens: list[int]) -> 
     return tokenizer.decode(prompt + tokens)[len(tokenizer.decode(prompt)) :]
 
 
-@settings(max_examples=50)
-@given(text=st.text(st.characters(codec="utf-8", exclude_categories=["Cc", "Cs"]), min_size=1, max_size=30))
-def test_leading_spaces_and_byte_fallback(sentencepiece: Tokenizer, text: str) -> None:
-    before = sentencepiece.encode("Once")
-    tokens = sentencepiece.encode(text, add_special_tokens=False)
-    assert streamed(sentencepiece, before, tokens) == continuation(sentencepiece, before, tokens)
-
-
 def test_a_letter_of_a_text_that_nearly_stops_takes_few_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     """A stop string that repeats itself, and a text that is one of its beginnings again and again: the steps are as
     many as letters, not their product."""
@@ -65,22 +57,6 @@ def test_a_letter_of_a_text_that_nearly_stops_takes_few_steps(monkeypatch: pytes
 
 def words(longest: int) -> list[str]:
     return ["".join(letters) for length in range(1, longest + 1) for letters in product("ab", repeat=length)]
-
-
-@pytest.mark.parametrize("prompt", ["hi 🙂🙂", "hi 漢字é漢", "hi \ufffd"])
-@pytest.mark.parametrize("text", ["a cat", "🙂🙂 b"])
-def test_the_prompts_last_characters_never_reach_the_output(stories: Path, prompt: str, text: str) -> None:
-    tokenizer = Tokenizer.load(stories / "target")
-    before, tokens = tokenizer.encode(prompt), tokenizer.encode(text, add_special_tokens=False)[1:]
-    detokenizer = IncrementalDetokenizer(tokenizer, before)
-    streamed = "".join(detokenizer.push(tokens)) + detokenizer.finish()
-    assert streamed == tokenizer.decode(before + tokens)[len(tokenizer.decode(before)) :]
-
-
-def test_a_prompt_ending_in_special_tokens_keeps_the_leading_space(stories: Path) -> None:
-    tokenizer = Tokenizer.load(stories / "target")
-    before = [*tokenizer.encode("Once"), *[2] * 6]
-    assert IncrementalDetokenizer(tokenizer, before).push(tokenizer.encode("upon")[1:2])[0].startswith(" ")
 
 
 @given(data=st.data())
