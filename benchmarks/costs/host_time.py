@@ -9,7 +9,6 @@ A bundle whose draft is trimmed already is measured with its own vocabulary alon
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -20,7 +19,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.tools.record import add_output, write_results
+from benchmarks.tools.record import add_output, make_parser, write_results
 from draftwood.models.bindings import DRAFT, TARGET
 from draftwood.runtime import SamplingParams, SpeculativeConfig
 from draftwood.runtime.bundle.bundle import EngineBundle
@@ -106,7 +105,7 @@ def measure(bundle: EngineBundle, vocab_size: int, kept: int) -> dict[str, dict[
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__)
     parser.add_argument("bundles", type=Path, nargs="+")
     add_output(parser, "costs_host_time")
     args = parser.parse_args()

@@ -10,7 +10,6 @@ in turn one or the other first, and give one ratio; of the ratios the median sta
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 from collections.abc import Sequence
 from pathlib import Path
@@ -22,7 +21,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.tools.record import add_output, write_results
+from benchmarks.tools.record import add_output, make_parser, write_results
 from draftwood.cli.bench import read_prompts
 from draftwood.runtime import LLM, AsyncLLM, SamplingParams
 from draftwood.runtime.inspection.speeds import interval
@@ -116,7 +115,7 @@ def make_table(figures: dict[str, Any]) -> Table:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__)
     parser.add_argument("bundle", type=Path)
     parser.add_argument("--prompts", type=Path, required=True)
     parser.add_argument("--max-tokens", type=int, default=64)

@@ -10,7 +10,6 @@ offloaded target of 70B. A pass counts as one whatever its width, as in the pape
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -22,8 +21,7 @@ from rich.progress import track
 from rich.table import Table
 from scipy.stats import bootstrap
 
-from benchmarks.papers.plot import draw
-from benchmarks.tools.record import add_output, write_results
+from benchmarks.tools.record import add_output, make_parser, write_results
 from draftwood.cli.bench import add_chat, encode_prompts, read_prompts
 from draftwood.models.bindings import DRAFT, TARGET
 from draftwood.runtime.bundle.bundle import EngineBundle
@@ -175,7 +173,7 @@ def summarise(counts: Sequence[Counts]) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__)
     parser.add_argument("bundle", type=Path)
     parser.add_argument("--prompts", type=Path, required=True)
     add_chat(parser)
@@ -203,8 +201,7 @@ def main() -> None:
                 rows[name] = summarise(bench.run(config, temperature))
             results[label] = rows
             console.print(make_table(label, rows))
-            file = write_results(args.output, args.name, figures | {"results": results})  # the next table takes minutes
-    draw(results, file.with_suffix(".svg"))
+            write_results(args.output, args.name, figures | {"results": results})  # the next table takes minutes
 
 
 def make_table(title: str, rows: dict[str, Any]) -> Table:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from os.path import relpath
@@ -36,7 +36,6 @@ PROGRAMS = {
     "huggingface": Program("huggingface", ("fp32", "bf16")),
     "llama.cpp": Program("llama_cpp", EVERY, RECIPES),
     "ik_llama.cpp": Program("ik_llama_cpp", EVERY, RECIPES),
-    "onnxruntime-genai": Program("onnxruntime_genai", ("fp32", "int8", "int4")),
     "openvino-genai": Program("openvino_genai", ("fp32", "int8", "int4")),
     "vllm": Program("vllm", ("fp32", "bf16")),
 }
@@ -72,15 +71,6 @@ def parse_entries(names: list[str], precisions: list[str]) -> list[Entry]:
         own = program.variants.get(Entry(name, "").variant, program.precisions)
         found += [Entry(name, precision) for precision in precisions if precision in own]
     return found
-
-
-def remove_entries(chosen: Sequence[Entry], left_out: Iterable[str]) -> list[Entry]:
-    """The entries without those named as "NAME:PRECISION". Raises RequestError for a name that is not among them."""
-    named = {f"{entry.name}:{entry.precision}": entry for entry in chosen}
-    for name in left_out:
-        if named.pop(name, None) is None:
-            raise RequestError(f"{name!r} is no entry of this run; choose of {', '.join(named)}")
-    return list(named.values())
 
 
 def make_command(entry: Entry, options: PeerOptions) -> list[str]:

@@ -15,7 +15,6 @@ A trace of drawn texts (`--trace`) is replayed with the host's costs above tempe
 
 from __future__ import annotations
 
-import argparse
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -27,7 +26,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.planning.traces import LIMITS, Place, Trace, read_traces
-from benchmarks.tools.record import add_output, write_results
+from benchmarks.tools.record import add_output, make_parser, write_results
 from draftwood.models.errors import BundleError
 from draftwood.runtime.bundle.costs import read_costs
 from draftwood.runtime.speculation.planning.budget import DraftBudget, Offer
@@ -310,7 +309,7 @@ def make_table(found: dict[str, dict[str, Any]]) -> Table:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__)
     parser.add_argument("bundle", type=Path, help="its measured costs are the time")
     parser.add_argument("--trace", type=Path, default=TRACE)
     parser.add_argument("--texts", type=int, default=4, help="of each client, one after the other")

@@ -28,7 +28,6 @@ winning.
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import shutil
@@ -46,6 +45,7 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeElapsedColumn, TransferSpeedColumn
 from safetensors.numpy import save_file
 
+from benchmarks.tools.record import make_parser
 from draftwood.builder.checkpoints.checkpoint import Checkpoint
 from draftwood.builder.checkpoints.json_file import read_json
 from draftwood.builder.checkpoints.safetensors import INDEX
@@ -289,7 +289,7 @@ def split_shards(inflation: Inflation) -> list[list[str]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__)
     parser.add_argument("--checkpoint", type=Path, required=True, help="a LLaMA's Hugging Face folder")
     parser.add_argument("--shape", choices=SHAPES, required=True)
     parser.add_argument("--output", type=Path, required=True, help="the folder to write, which must not exist")

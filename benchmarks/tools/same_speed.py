@@ -12,7 +12,6 @@ prompts over the new time; a cell's figure is the median over rounds, with a 95 
 
 from __future__ import annotations
 
-import argparse
 import json
 import subprocess
 from collections import defaultdict
@@ -24,7 +23,7 @@ import numpy as np
 from scipy.stats import bootstrap
 
 from benchmarks.peers.protocol import PeerOptions
-from benchmarks.tools.record import add_output, write_results
+from benchmarks.tools.record import add_output, make_parser, write_results
 from draftwood.runtime.text.tokenizer import Tokenizer
 
 CELLS = ("native:fp32", "native:int8", "native:int4", "onnxruntime:fp32")
@@ -91,7 +90,7 @@ def median_with_interval(ratios: Sequence[float]) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__)
     parser.add_argument("--old", type=Path, required=True, metavar="PYTHON")
     parser.add_argument("--new", type=Path, required=True, metavar="PYTHON")
     parser.add_argument("--pair", type=Path, required=True, help="folder of benchmarks.tools.pair")

@@ -1,4 +1,4 @@
-"""Plans against every fixed choice, in simulated time; and that choosing the kind of a proposal changes no text."""
+"""Plans of recorded proposals against every fixed choice; and that choosing the kind of a proposal changes no text."""
 
 from __future__ import annotations
 
@@ -21,7 +21,6 @@ from benchmarks.planning.replay import (
     drifting,
     replay,
 )
-from benchmarks.planning.simulated import MACHINES, simulate_speeds
 from benchmarks.planning.traces import Place, read_traces
 from draftwood.runtime.decoding.decoder import SpeculativeDecoder
 from draftwood.runtime.decoding.round import Proposal
@@ -38,29 +37,12 @@ SMALL = SpeculativeConfig(max_draft_len=2, max_total_draft_tokens=3, frontier_wi
 KINDS = table(1.0, 0.1, host=HostCosts(0.0, 0.0, 0.05))  # every round proposes something
 
 
-@pytest.mark.parametrize("greedy", [True, False])
-@pytest.mark.parametrize("name", MACHINES)
-def test_plans_are_hardly_slower_than_the_best_fixed_choice(name: str, greedy: bool) -> None:
-    for acceptance in (0.3, 0.6, 0.8, 0.95):
-        found = simulate_speeds(MACHINES[name], greedy, acceptance, tokens=80, count=8)
-        own = found.pop("by cost")
-        del found["first request"]
-        assert own > 0.97
-        assert own > 0.95 * max(found.values())
-
-
-@pytest.mark.parametrize("name", MACHINES)
-def test_a_full_machine_is_hardly_slowed_down(name: str) -> None:
-    for acceptance in (0.3, 0.8):
-        assert simulate_speeds(MACHINES[name], True, acceptance, tokens=64, count=8, sharing=16)["by cost"] > 0.97
-
-
 def test_the_kind_follows_the_acceptance() -> None:
     """A chain where first choices are nearly always right, a tree where the second one often is."""
     chains = []
     for alpha in (0.95, 0.4):
         experience, shapes = Experience(), Shapes((3, 7, 15), 8, 4, True, 0)
-        controller = Controller(MACHINES["flat target"], shapes, True, experience)
+        controller = Controller(table(1.0, 0.1, row=0.005), shapes, True, experience)
         controller._sources[0].estimate._chances[:] = (1000, 1000 * alpha), (1000, 600)
         chains.append(controller.plan(0, 100).chain)
     assert chains == [True, False]
@@ -173,7 +155,7 @@ def test_a_trace_says_what_every_smaller_proposal_would_have_got() -> None:
     """Of a tree in order of value: rows 1 and 2 below the root, 3 below 1, 4 below 2, 5 below 4. The text goes on with
     the tokens of rows 2, 4 and 5."""
     place = Place((0, 0, 1, 2, 4), (2, 4, 5), 0)
-    assert Place.decode(place.encode()) == place
+    assert Place.decode("00124 2450") == place
     whole = place.verify(3, 5, chain=False)
     assert whole.rows == [2, 4, 5] and whole.choices == [
         VerifierChoice(1, 2),

@@ -30,28 +30,27 @@ class ServerRun(NamedTuple):
 
 
 class ServerRow(NamedTuple):
-    """One server at one concurrency.
-
-    tokens_per_second: of all clients together, median over repeats. first_ms, per_token_ms: time to the first token and
-    inter-token latency, percentiles over the requests of all repeats. of_plain, of_best: throughput divided by that of
-    the same peer's plain server, and by that of the fastest server of another peer than Draftwood (None without one);
-    medians of the ratios within each repeat. same_text: share of answers equal to the plain text of the bundle.
-    acceptance_length: tokens per verified proposal, None for a server that does not report it. others: see ServerRun,
-    median.
-    """
+    """One server at one concurrency."""
 
     peer: str
     method: str
     concurrency: int
+    # Of all clients together, median over repeats.
     tokens_per_second: float
+    # Time to the first token and inter-token latency, over the requests of all repeats.
     first_ms_p50: float
     first_ms_p99: float
     per_token_ms_p50: float
     per_token_ms_p99: float
+    # Throughput over that of the same peer's plain server, and over that of the fastest server of another peer than
+    # Draftwood (None without one): medians of the ratios within each repeat.
     of_plain: float
     of_best: float | None
+    # Share of answers equal to the plain text of the bundle.
     same_text: float
+    # Tokens per verified proposal; None for a server that does not report it.
     acceptance_length: float | None
+    # See ServerRun, median.
     others: float
 
 

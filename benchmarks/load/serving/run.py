@@ -27,8 +27,7 @@ from rich.progress import Progress
 
 from benchmarks.load.serving.aiperf import AIPerf, find_aiperf, write_inputs
 from benchmarks.load.serving.figures import ServerKey, ServerRow, ServerRun, summarise
-from benchmarks.load.serving.plot import draw
-from benchmarks.load.serving.report import make_ratio_table, make_table
+from benchmarks.load.serving.report import to_markdown
 from benchmarks.load.serving.servers import (
     LLAMA_CPP,
     OURS,
@@ -42,7 +41,7 @@ from benchmarks.load.serving.servers import (
 from benchmarks.peers.process import PeerError
 from benchmarks.peers.protocol import PeerOptions
 from benchmarks.tools.processor import read_busy_seconds
-from benchmarks.tools.record import add_output, rows_to_json, write_results
+from benchmarks.tools.record import add_output, make_parser, rows_to_json, write_results
 from draftwood.cli.bench import read_prompts
 from draftwood.cli.options import THREADS, integers, positive
 from draftwood.models.bindings import TARGET
@@ -51,7 +50,6 @@ from draftwood.runtime import LLM, SamplingParams
 
 CONCURRENCY = (1, 2, 4, 8, 16)
 WORK = Path("build/peers")
-WIDTH = 124  # of the table where the output is no terminal
 
 
 def measure(
@@ -149,7 +147,7 @@ def run(args: argparse.Namespace, console: Console) -> tuple[list[ServerRow], di
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__)
     parser.add_argument("--bundle", type=Path, required=True, metavar="DIR", help="what Draftwood serves")
     parser.add_argument("--pair", type=Path, metavar="DIR", help="target and draft it was built from, for llama.cpp")
     parser.add_argument("--prompts", type=Path, required=True, help="JSON lines")
@@ -165,17 +163,17 @@ def main() -> None:
     args = parser.parse_args()
     if min(args.concurrency) < 1 or args.max_tokens < 2:
         parser.error("--concurrency must be at least 1, and --max-tokens 2: the first token has no inter-token latency")
-    console, before = Console(width=None if sys.stdout.isatty() else WIDTH), os.getloadavg()
+    console, before = Console(), os.getloadavg()
     try:
         rows, versions = run(args, console)
     except (DraftwoodError, PeerError) as error:
         parser.error(str(error))
-    console.print(make_table(rows), make_ratio_table(rows))
+    print(to_markdown(rows))
     settings = {name: getattr(args, name) for name in ("limit", "requests", "max_tokens", "repeats", "threads")}
     loads = {"load_before": before[0], "load_after": os.getloadavg()[0]}
     found = {"versions": versions, "rows": rows_to_json(rows)}
     figures = {"bundle": args.bundle.resolve().name} | settings | loads | found
-    draw(rows, write_results(args.output, args.name, figures).with_suffix(".svg"))
+    write_results(args.output, args.name, figures)
     if wrong := [f"{row.method} at {row.concurrency}" for row in rows if row.peer == OURS and row.same_text < 1]:
         sys.exit(f"answers differ from what the bundle writes plainly: {', '.join(wrong)}")
 

@@ -7,16 +7,16 @@ import json
 import math
 import re
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from itertools import chain
 from pathlib import Path
+from typing import NamedTuple
 
 from gguf import GGUFReader
 
 from benchmarks.peers.programs.llama_cpp import post, start_server
-from benchmarks.precision.front_peer import Complete, Decoded, Divergence, LogProbs
 from benchmarks.precision.texts import WINDOW
 from draftwood.runtime.text.tokenizer import Tokenizer
 
@@ -27,10 +27,19 @@ SHOWN = (r"Mean\s+KLD:\s+(\S+)", r"Same top p:\s+(\S+)", r"Mean PPL\(Q\)\s+:\s+(
 ATTEMPTS = 5  # its last lines are lost where it ends before its log was written, which happens on a busy machine
 
 
+class Decoded(NamedTuple):
+    # Greedy text.
+    tokens: list[int]
+    # Tokens per second after the prompt.
+    speed: float
+
+
+Complete = Callable[[list[int], int], Decoded]  # of a prompt and a number of tokens
+Divergence = dict[str, float]  # kl, top, loss: see front.score
+
+
 class LlamaCpp:
     """One installation (benchmarks/peers/setup/llama.cpp.sh) and the files of one checkpoint in `work`."""
-
-    formats, label, marker = FORMATS, "llama.cpp", "s"
 
     def __init__(self, home: Path, checkpoint: Path, work: Path, threads: int) -> None:
         self._home, self._checkpoint, self._work, self._threads = home.resolve(), checkpoint, work, threads
@@ -58,8 +67,8 @@ class LlamaCpp:
         weights = sum(int(tensor.n_elements) for tensor in tensors.values())
         return 8 * sum(int(tensor.n_bytes) for tensor in tensors.values()) / weights
 
-    def divergence(self, form: str, name: str, windows: list[list[int]], exact: LogProbs) -> Divergence:
-        """What llama-perplexity says of a text: see front_peer.score. Its F32 model is its reference, not `exact`."""
+    def divergence(self, form: str, name: str, windows: list[list[int]]) -> Divergence:
+        """What llama-perplexity says of a text: see front.score. Its F32 model is the reference."""
         text = self._work / f"{name}.txt"
         with Tokenizer.load(self._checkpoint) as tokenizer:
             text.write_text(tokenizer.decode(list(chain.from_iterable(windows))) + " and so on", encoding="utf-8")
