@@ -104,5 +104,6 @@ bench: .venv/dev $(BUNDLE)/manifest.json
 gpu-check:
 	PYTHONPATH=$(CURDIR)/src $(or $(wildcard $(PY)),python3) -m benchmarks.gpu.check $(if $(HALF),--half $(HALF))
 
+# Lines, result files and words by room, and the differences to the branch main of the upstream.
 size:
-	@git ls-files '*.py' | xargs wc -l | sort -n
+	@$(or $(wildcard $(PY)),python3) tests/support/size.py
