@@ -31,13 +31,13 @@ def measure_host(
     """Measure the time outside the engines at temperature 0 and above, per round and per proposed token, with a small
     chain and a larger tree: most proposals are between these sizes. Both kinds of rounds and plain ones take turns: the
     speed of the machine changes, and the plans compare them with each other. Medians over rounds, because an
-    interruption makes one of them much longer. Rounds that an engine runs as a whole are also measured pass by pass.
+    interruption makes one of them much longer.
     turns: of each kind. count: tokens of a turn. seconds: turns that would take longer are left out, but for the first:
     beside passes that take so long, the host's time hardly counts."""
     few, many = (min(size, pair.engines[TARGET].spec.max_width - 1) for size in TOKENS)
     configs = (*proposing(pair, few, many), None)
-    rounds: dict[tuple[float, int, bool], list[float]] = {}
-    kinds = len(TEMPERATURES) * (2 * len(configs) - 1)
+    rounds: dict[tuple[float, int], list[float]] = {}
+    kinds = len(TEMPERATURES) * len(configs)
     start = perf_counter()
     for turn in range(turns):
         if turn and (perf_counter() - start) * (turn + 1) > seconds * turn:
@@ -46,17 +46,14 @@ def measure_host(
             break
         for temperature in TEMPERATURES:
             for index, config in enumerate(configs):
-                for by_pass in (False, True):
-                    found = host_rounds(pair, config, temperature, turn, count, by_pass, seconds / kinds)
-                    rounds.setdefault((temperature, index, by_pass), []).extend(found)
+                found = host_rounds(pair, config, temperature, turn, count, seconds / kinds)
+                rounds.setdefault((temperature, index), []).extend(found)
                 advance()
 
-    def costs(temperature: float, by_pass: bool = False) -> HostCosts:
-        proposals = [median(rounds[temperature, index, by_pass]) for index in range(2)]
-        (small, large), plain = proposals, median(rounds[temperature, 2, False])
+    def costs(temperature: float) -> HostCosts:
+        small, large, plain = (median(rounds[temperature, index]) for index in range(3))
         token = max(0.0, large - small) / max(1, many - few)
-        apart = costs(temperature, True) if not by_pass and rounds[temperature, 0, True] else None
-        return HostCosts(plain, max(plain, small - few * token), token, apart)
+        return HostCosts(plain, max(plain, small - few * token), token)
 
     greedy, sampled = map(costs, TEMPERATURES)
     return greedy, sampled
@@ -86,15 +83,11 @@ def host_rounds(
     temperature: float,
     turn: int,
     count: int,
-    by_pass: bool,
     limit: float = math.inf,
 ) -> list[float]:
     """Host seconds of rounds with this configuration; None means plain rounds. Of a prompt lookup the first round
-    counts, whose prompt is a sequence of tokens that begins again. by_pass: of those that an engine would run as a
-    whole; none where it does not. limit: seconds, after which two rounds are enough."""
+    counts, whose prompt is a sequence of tokens that begins again. limit: seconds, after which two rounds suffice."""
     decoder = SpeculativeDecoder(pair.engines[TARGET], pair.engines.get(DRAFT), config, pair.max_length, ())
-    if by_pass and not decoder.run_pass_by_pass():
-        return []
     vocab_size = pair.engines[TARGET].spec.model.vocab_size
     given = 0 if config is None or config.drafts else config.max_given  # tokens of each lookup
     found: list[float] = []

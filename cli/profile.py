@@ -166,11 +166,7 @@ def summary(costs: CostModel) -> str:
     lines = [f"Milliseconds on {costs.machine['processor']}, {costs.machine['cores']} cores."]
     for name, host in (("temperature 0", costs.greedy), ("higher temperatures", costs.sampled)):
         rounds = f"{1e3 * host.plain:.2f} a plain round, {1e3 * host.round:.2f} one with a proposal"
-        figures = f"{rounds}, {1e3 * host.token:.3f} a token of it"
-        if host.by_pass is not None:
-            apart = f"{1e3 * host.by_pass.round:.2f} and {1e3 * host.by_pass.token:.3f}"
-            figures += f"; {apart} where requests share passes"
-        lines.append(f"Outside the engines at {name}: {figures}.")
+        lines.append(f"Outside the engines at {name}: {rounds}, {1e3 * host.token:.3f} a token of it.")
     if costs.compared is not None:
         lines.append(f"Beside another backend, {costs.compared.described}.")
     return "\n".join(lines)

@@ -17,7 +17,7 @@ from .packing import PANEL
 from .processor import KernelError, available
 from .residual import Offers, Row, bind_residual
 
-INTERFACE = 12  # what these structures say, as kernels/engine.h has it: one more with every change of either
+INTERFACE = 13  # what these structures say, as kernels/engine.h has it: one more with every change of either
 FORMATS = ("fp32", "fp16", "bf16", "int8", "int4")  # `enum format`, by precision
 NO_MEMORY = 1
 REFUSALS = {  # of draftwood_forward
@@ -27,7 +27,6 @@ REFUSALS = {  # of draftwood_forward
     4: "a row is scored that the pass does not have",
     5: "a pass has no rows, or more than the engine",
     6: "the model computed a logit that is NaN or infinite: build it again, from another copy or with --precision fp32",
-    7: "a round has no room for its tree",
 }
 BLOCK = 32  # inputs that share a scale, and at 4 bits an offset: kernels/matrix.h
 STRIDE = 128  # numbers, to whose multiples rows of activations are filled up: kernels/engine.h
@@ -179,7 +178,6 @@ class NativeLibrary:
         self._library.draftwood_close.argtypes = [c_void_p]
         self._library.draftwood_close.restype = None
         self._library.draftwood_forward.argtypes = [c_void_p, POINTER(Pass)]
-        self._library.draftwood_run_round.argtypes = [c_void_p] * 3
         self._library.draftwood_linear.argtypes = [POINTER(Matrix), c_void_p, c_int, c_void_p]
         self._library.draftwood_round.restype = None
         self._library.draftwood_round.argtypes = [
@@ -214,11 +212,6 @@ class NativeLibrary:
         """Run a pass; other Python threads go on meanwhile. Raises MemoryError, and KernelError for a token or a
         position that the model does not have."""
         if refusal := self._library.draftwood_forward(handle, wanted):
-            raise refused(refusal)
-
-    def run_round(self, target: int, draft: int, wanted: int) -> None:
-        """Run the `Round` at an address on two handles. Raises MemoryError and KernelError as `forward` does."""
-        if refusal := self._library.draftwood_run_round(target, draft, wanted):
             raise refused(refusal)
 
     def move(self, handle: int, cache: Cache, first: int, slots: NDArray[np.int64]) -> None:

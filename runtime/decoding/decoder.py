@@ -105,14 +105,6 @@ class SpeculativeDecoder:
         if self._proposer is not None:
             self._proposer.close()
 
-    def run_pass_by_pass(self) -> bool:
-        """Let the host run all rounds, as it does for requests that share passes. Returns whether that is a change."""
-        if self._rounds is None or self._rounds.join:
-            return False
-        self._rounds.close()
-        self._rounds = None
-        return True
-
     def generate(
         self,
         prompt: Sequence[int],
@@ -186,13 +178,11 @@ class SpeculativeDecoder:
             return None
         if request.sampler.follows_path or not request.may_run_whole:
             return None
-        if (plan is not None and (plan.given or not plan.depth)) or (self._sharing() > 1 and not self._rounds.join):
-            return None
-        if self._proposer.outgrown:
+        if (plan is not None and (plan.given or not plan.depth)) or self._proposer.outgrown:
             return None
         rules = self._rules_of(self._config, plan, request.greedy)
         # A drawn tree is as deep as it was planned.
-        may_end = self._rounds.end_early or (plan is not None and rules.shape is not None and rules.shape.is_tree)
+        may_end = plan is not None and rules.shape is not None and rules.shape.is_tree
         shape = shape_of(rules.shape, request.draws, request.tokens_left, may_end)
         return shape if shape is not None and self._rounds.fits(shape, len(self._proposer.pending)) else None
 
@@ -252,8 +242,8 @@ class SpeculativeDecoder:
 
     def _looks_up(self, request: RequestState) -> bool:
         """Whether a prompt lookup may take the place of a planned round."""
-        may = self._rounds is None or self._rounds.looks_up
-        return self._config is not None and self._config.looks_up(request.greedy) and may
+        # Beside rounds on a device the cost of a lookup was never measured.
+        return self._rounds is None and self._config is not None and self._config.looks_up(request.greedy)
 
     def _propose(self, request: RequestState, plan: RoundPlan | None) -> Passes[Proposal]:
         """The round's proposal; it is the root alone where the plan wants no proposal or no proposed token fits."""

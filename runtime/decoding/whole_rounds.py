@@ -1,4 +1,4 @@
-"""Rounds that an engine runs as a whole, on a GPU or in the native kernels: what they are to the decoder."""
+"""Rounds that an engine runs as a whole, on a GPU: what they are to the decoder."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def run_whole(
     """Run a round of this shape, measure it, and learn from it."""
     begin, draws = perf_counter(), None
     if request.draws is not None:
-        draws = draws_of(shape, rounds.most_draws(shape), request.draws, request.uniforms, request.calibration)
+        draws = draws_of(shape, shape.most_draws, request.draws, request.uniforms, request.calibration)
     output = yield rounds.prepare(shape, proposer.pending, draws)
     found = rounds.outcome
     if found.seconds is None:

@@ -22,7 +22,7 @@ from ..sampling.softmax import Softmax, Wanted
 from .compatibility import TensorRTPlan
 
 if TYPE_CHECKING:  # rounds.py imports this module
-    from .rounds import Rounds, TextRows
+    from .rounds import Rounds
 
 C = TypeVar("C", bound="KVCache")
 Array = TypeVar("Array", bound=NDArray[Any])
@@ -258,10 +258,6 @@ class Engine(ABC):
 
     def rounds(self, cache: KVCache, draft: Engine, draft_cache: KVCache) -> Rounds | None:
         """Whole rounds over a cache of this engine and a cache of `draft`, or None where the two engines cannot."""
-        return None
-
-    def rounds_over(self, rows: TextRows, draft: Engine, draft_rows: TextRows) -> Rounds | None:
-        """The same over the rows of one text among those of others."""
         return None
 
 

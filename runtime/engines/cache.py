@@ -30,9 +30,6 @@ class Storage(KVCache, Protocol):
     def limit(self, slots: int) -> None:
         """Set the largest number of slots. It may differ from the engine's `capacity` for one sequence."""
 
-    def occupy(self, slots: int) -> None:
-        """Count the first `slots` slots as speculative, those with rows included; rows may be written there."""
-
     def compact(self, slots: NDArray[np.int64]) -> None:
         """Keep these speculative slots, in this order, as speculative slots; discard the others."""
 
@@ -92,12 +89,6 @@ class GrowingKVCache(ABC):
         if not self._closed:
             self._free()
         self._closed, self.length, self.speculative = True, 0, 0
-
-    def occupy(self, slots: int) -> None:
-        """See Storage.occupy. Raises EngineError beyond the limit of slots."""
-        if slots > self.length + self.speculative:
-            self._grow(slots, self.length + self.speculative)
-            self.speculative = slots - self.length
 
     def compact(self, slots: NDArray[np.int64]) -> None:
         """See Storage.compact."""

@@ -5,12 +5,9 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from array import array
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
-import numpy as np
-from numpy.typing import NDArray
-
-from .base import KVCache, Pass
+from .base import Pass
 
 BEST, MATCH, BLOCK = "best", "match", "block"  # how a round is verified; BEST: `match` at temperature 0
 TRAVERSAL, REJECTION = "traversal", "rejection"
@@ -108,50 +105,11 @@ class RoundOutcome(NamedTuple):
     seconds: tuple[float, float] | None = None
 
 
-class Block(NamedTuple):
-    """Where the rows of a round go: slots that follow each other from `start` on. length: slots of which the text sees
-    all. visible: bool [start - length, or more], by slot behind those, whether the text sees it; None where there are
-    none. position: of the first row."""
-
-    start: int
-    length: int
-    visible: NDArray[np.bool_] | None
-    position: int
-
-
-class TextRows(Protocol):
-    """The rows of one text in a cache of its own, or in one that texts share."""
-
-    @property
-    def cache(self) -> KVCache:
-        """Of the text."""
-
-    @property
-    def storage(self) -> KVCache:
-        """What holds the rows."""
-
-    def has_room(self, rows: int) -> bool:
-        """Whether so many rows fit into a block."""
-
-    def open_block(self, rows: int) -> Block:
-        """A block for so many rows. Raises EngineError where they do not fit."""
-
-    def append(self, token_ids: Sequence[int]) -> None:
-        """Commit the first rows of the last block. token_ids: of these rows."""
-
-
 class Rounds(ABC):
     """The rounds of one text, over its caches of target and draft. Each is a pass, which commits in both caches what it
     accepts; its engine joins passes of several texts. outcome: of the last round."""
 
     outcome: RoundOutcome
-    join = True  # whether those of requests that share passes run as a whole, too
-    end_early = False  # whether the draft's passes end where the tree does; on a device, all passes of a shape run
-    looks_up = False  # whether a prompt lookup may take the place of a round; on a device its cost was never measured
-
-    def most_draws(self, shape: RoundShape) -> tuple[int, int, int]:
-        """The most uniform numbers that a round uses for the draft, for tests and for the target's own tokens."""
-        return shape.most_draws
 
     @abstractmethod
     def fits(self, shape: RoundShape, num_pending: int) -> bool:

@@ -34,7 +34,6 @@ KERNELS = (
     "test_native",
     "test_softmax",
     "test_native_edges",
-    "test_native_rounds",
 )
 CONTROLLER = ("test_controller", "test_controller_learning", "test_planning_lossless")
 EXPLAIN = ("test_explain", "test_explain_html")
@@ -127,10 +126,7 @@ TESTS = {
         f"plugins/native/kernels/{name}.h": (*KERNELS, "test_native_instructions")
         for name in ("isa_avx2", "isa_avx512", "plain")
     },
-    **{
-        f"plugins/native/kernels/{name}.h": ("test_native_rounds", "test_weights", "test_native_edges")
-        for name in ("commit", "residual", "round", "tree", "truncation", "verification")
-    },
+    **{f"plugins/native/kernels/{name}.h": ("test_weights", "test_native_edges") for name in ("commit", "residual")},
     "plugins/native/kernels/llama.c": KERNELS,
 }
 

@@ -13,8 +13,6 @@ static void check(int holds, const char *what, int size) {
     exit(1);
 }
 
-#include "native_rounds.h"
-
 static const double TEMPERATURES[] = {5e-324, 1e-46, 1e-38, 0.7, 1, 3.3e37, 1e39, 1.7e308};
 static const int SIZES[] = {1, 2, 15, 16, 17, 31, 32, 33, 255, 256, 257, 511, 513, 1000};
 #define COUNT(array) ((int)(sizeof(array) / sizeof *(array)))
@@ -305,11 +303,6 @@ int main(void) {
     for (int at = 0; at < COUNT(shapes); at++)
         for (int threads = 1; threads <= 3; threads++) check_passes(shapes[at], 17, at ? 160 : 16, threads);
     check_passes(shapes[3], 33, 640, 2); /* wider than a tile of matrix registers */
-    const struct shape trimmed = {13, 34, 18, 2, 6, 2, 18, 300, 0, FP16, 7, 1, FP16};
-    for (int threads = 1; threads <= 2; threads++) check_rounds(shapes[2], trimmed, threads);
-    struct shape many = shapes[2], few = trimmed; /* runs of columns, and blocks of categories */
-    many.vocab = 700, few.vocab = 600, many.blocks = 0;
-    check_rounds(many, few, 1);
     for (int size = LANES; size <= 4 * LANES; size += LANES) check_acceptance(size);
     for (int size = 1; size <= 70; size += 3) check_storing(size);
     const struct model headed = {.heads = 1 << 17};

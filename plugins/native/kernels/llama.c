@@ -297,8 +297,6 @@ int draftwood_forward(struct engine *engine, const struct pass *pass) {
     return !enough;
 }
 
-#include "round.h" /* whose passes these are */
-
 /* result [rows][outputs] = values [rows][inputs] times one matrix, on this thread; 0, or -1 without memory. */
 int draftwood_linear(const struct matrix *matrix, const float *values, int rows, float *result) {
     struct rows x = {0};

@@ -7,7 +7,6 @@ speculative text equals plain text bit for bit, in every precision.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from threading import Lock
 from typing import Any, NamedTuple
@@ -23,11 +22,9 @@ from ....plugins.native.compile import CompilerError
 from ....plugins.native.library import FORMATS, Cache, Layer, Matrix, Model, Pass, address, row_bytes
 from ....plugins.native.packing import PANEL, whole_panels
 from ....plugins.native.processor import KernelError
-from ..base import Engine, EngineSpec, ForwardOutput, KVCache, SoloEngine, TokenBatch, check_cache, closed_error
+from ..base import EngineSpec, ForwardOutput, KVCache, SoloEngine, TokenBatch, check_cache, closed_error
 from ..cache import GrowingKVCache
 from ..limits import available_bytes, cores
-from ..rounds import Block, Rounds, TextRows
-from .rounds import NativeRounds
 from .softmax import NativeSoftmax, PreparedRows
 from .weights import ACCEPTANCE, packed_network, packed_rows, precision_of, read_weights
 
@@ -64,29 +61,6 @@ class NativeKVCache(GrowingKVCache):
         if outputs not in self._results:
             self._results[outputs] = self._engine.results(outputs, self)
         return self._results[outputs]
-
-    @property
-    def cache(self) -> NativeKVCache:
-        """See TextRows.cache: the rows are those of one text."""
-        return self
-
-    storage = cache
-
-    def has_room(self, rows: int) -> bool:
-        """See TextRows.has_room."""
-        return self.length + rows <= self._limit
-
-    def open_block(self, rows: int) -> Block:
-        """See TextRows.open_block."""
-        length = self.length
-        if length + rows > min(self._slots, self._limit):
-            self._grow(length + rows, length)
-        return Block(length, length, None, length)
-
-    def append(self, token_ids: Sequence[int]) -> None:
-        """See TextRows.append."""
-        self.length += len(token_ids)
-        self.speculative = 0
 
     def _allocate(self, capacity: int) -> None:
         model, stored = self._spec.model, self._spec.cache_precision
@@ -170,30 +144,6 @@ class NativeEngine(SoloEngine):
         cache.speculative = cache.speculative + rows if slots is None else columns
         # `_replace` would take five times as long.
         return ForwardOutput(output.logits, output.top_ids, output.top_logprobs, output.acceptance, softmaxes)
-
-    def rounds(self, cache: KVCache, draft: Engine, draft_cache: KVCache) -> Rounds | None:
-        """See Engine.rounds: with a native draft."""
-        if not isinstance(draft, NativeEngine):
-            return None
-        own, other = check_cache(cache, NativeKVCache), check_cache(draft_cache, NativeKVCache)
-        return self.rounds_over(own, draft, other)
-
-    def rounds_over(self, rows: TextRows, draft: Engine, draft_rows: TextRows) -> Rounds | None:
-        """See Engine.rounds_over: with a native draft, which is another engine: a round locks both."""
-        if not isinstance(draft, NativeEngine) or draft is self:
-            return None
-        storages = check_cache(rows.storage, NativeKVCache), check_cache(draft_rows.storage, NativeKVCache)
-        return NativeRounds((self, draft), (rows, draft_rows), storages)
-
-    def run_round(self, draft: NativeEngine, wanted: int) -> None:
-        """Run the round at an address with this engine as the target. Raises EngineError as `score` does."""
-        with self._lock, draft._lock:
-            if self._handle is None or draft._handle is None:
-                raise closed_error(self.spec if self._handle is None else draft.spec)
-            try:
-                self._library.run_round(self._handle, draft._handle, wanted)
-            except KernelError as error:
-                raise EngineError(str(error)) from error
 
     def close(self) -> None:
         with self._lock:

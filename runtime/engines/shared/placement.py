@@ -14,7 +14,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 PANEL = 16  # slots that are read together: LANES of plugins/native/kernels
-SPARE = 4 * PANEL  # of a new run, behind a block: most blocks begin where the accepted rows of the one before end
 
 
 class Run(NamedTuple):
@@ -58,17 +57,3 @@ def place(sequences: Sequence[tuple[Run, int, int]], top: int, panel: int) -> Pl
         runs.append(run)
         slots.append(own)
     return Placement(runs, slots, top)
-
-
-def has_block(run: Run, last: int, count: int) -> bool:
-    """Whether a run has so many slots that follow each other. last: the last slot that its sequence refers to."""
-    return last < run.next <= run.end - count
-
-
-def place_block(run: Run, last: int, count: int, top: int, limit: int) -> tuple[Run, int]:
-    """The run of which the next slots are for a block of `count` rows, and the number of slots in use. limit: the most
-    of them, which leave room for the block."""
-    if has_block(run, last, count):
-        return run, top
-    end = min(top + -(-(count + SPARE) // PANEL) * PANEL, limit)
-    return Run(top, top, end), end

@@ -23,12 +23,11 @@ from numpy.typing import NDArray
 
 from ....models.errors import EngineError
 from ...sampling.softmax import Softmax, Wanted, softmax_of
-from ..base import Engine, ForwardOutput, KVCache, Pass, TokenBatch, check_cache, num_fitting
+from ..base import Engine, ForwardOutput, Pass, TokenBatch, check_cache, num_fitting
 from ..cache import FIRST_CAPACITY, Storage
-from ..rounds import Rounds
-from .placement import PANEL, SPARE, Placement, Run, has_block, place, place_block
+from .placement import PANEL, Placement, Run, place
 from .prefix import EMPTY_TEXT, PrefixTree
-from .sequence import PooledKVCache, PooledRows
+from .sequence import PooledKVCache
 
 LIVE_SHARE = 0.6  # a full cache is compacted instead of grown if at most this share of its used slots is live
 SPARE_FACTOR = 4  # a cache with more than this multiple of the needed slots shrinks, because attention spans all slots
@@ -182,30 +181,6 @@ class PooledEngine(Engine):
         for cache, slots, run in zip(caches, new_slots, placed.runs, strict=True):
             cache.speculative_slots, cache.run = slots, run
         return outputs
-
-    def rounds(self, cache: KVCache, draft: Engine, draft_cache: KVCache) -> Rounds | None:
-        """See Engine.rounds: of one text, while no other text shares its passes."""
-        if not isinstance(draft, PooledEngine) or not self._storage.places or not draft._storage.places:
-            return None
-        own, other = check_cache(cache, PooledKVCache), check_cache(draft_cache, PooledKVCache)
-        rows, drafted = PooledRows(self, self._storage, own, own), PooledRows(draft, draft._storage, other, own)
-        return self._engine.rounds_over(rows, draft._engine, drafted)
-
-    def has_block(self, cache: PooledKVCache, rows: int) -> bool:
-        """Whether a block of so many rows fits behind a sequence."""
-        needed = self._storage.speculative + rows + SPARE + PANEL
-        return has_block(cache.run, cache.last, rows) or needed <= self._limit
-
-    def open_block(self, cache: PooledKVCache, rows: int) -> int:
-        """The first of so many free slots that follow each other, behind those of a sequence. Raises EngineError as
-        `forward` does."""
-        self._check_open((cache,))
-        if not has_block(cache.run, cache.last, rows):
-            left = self._limit - rows - sum(each.length + each.speculative for each in self.caches)
-            self._make_room(rows + max(0, min(SPARE, left)), 1)
-        cache.run, top = place_block(cache.run, cache.last, rows, self._storage.speculative, self._limit)
-        self._storage.occupy(top)
-        return cache.run.next
 
     def _check_open(self, caches: Sequence[PooledKVCache]) -> None:
         """Raises EngineError for a cache that is none of the open ones."""

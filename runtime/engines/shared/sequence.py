@@ -1,4 +1,4 @@
-"""One sequence of a pool: its slots, and the blocks of slots in which whole rounds write its rows."""
+"""One sequence of a pool: its slots."""
 
 from __future__ import annotations
 
@@ -9,8 +9,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ....models.errors import EngineError
-from ..cache import Storage
-from ..rounds import Block
 from .placement import Run
 
 if TYPE_CHECKING:  # pool.py imports this module
@@ -40,10 +38,7 @@ class PooledKVCache:
         """See KVCache.commit. Raises EngineError for a slot that was not computed."""
         if any(not 0 <= slot < self.speculative for slot in slots):
             raise EngineError(f"slots {list(slots)} were not computed; {self.speculative} speculative rows exist")
-        self.extend(self.speculative_slots[np.asarray(slots, np.int64)])
-
-    def extend(self, accepted: NDArray[np.int64]) -> None:
-        """Append computed slots, in this order, to the committed rows; discard the speculative rows."""
+        accepted = self.speculative_slots[np.asarray(slots, np.int64)]
         prefixes = self._pool.prefixes
         if prefixes is None:
             self.slots = np.concatenate((self.slots, accepted))
@@ -67,35 +62,3 @@ class PooledKVCache:
         """See KVCache.close. The rows become garbage."""
         self._pool.caches.pop(self, None)
         self.truncate(0)
-
-
-class PooledRows:
-    """See TextRows: of a text in a pool. The rows of a round lie in a block behind all others of the text; of the block
-    only committed rows are kept, its first ones."""
-
-    def __init__(self, pool: PooledEngine, storage: Storage, cache: PooledKVCache, leader: PooledKVCache) -> None:
-        """leader: the text's sequence in the target's pool. The loop tells this one alone with whom it shares rows."""
-        self.cache, self.storage = cache, storage
-        self._pool, self._leader, self._start = pool, leader, 0
-
-    def has_room(self, rows: int) -> bool:
-        """See TextRows.has_room."""
-        return self._pool.has_block(self.cache, rows)
-
-    def open_block(self, rows: int) -> Block:
-        """See TextRows.open_block."""
-        self._start = self._pool.open_block(self.cache, rows)
-        visible = np.zeros(self._start, np.bool_)
-        visible[self.cache.slots] = True
-        return Block(self._start, 0, visible, self.cache.length)
-
-    def append(self, token_ids: Sequence[int]) -> None:
-        """See TextRows.append."""
-        cache, prefixes, length = self.cache, self._pool.prefixes, self.cache.length
-        start, end = self._start, self._start + len(token_ids)
-        cache.salt = self._leader.salt
-        if prefixes is not None:
-            positions = np.arange(length, length + len(token_ids))
-            prefixes.record(slice(start, end), np.array(token_ids, np.int64), positions)
-        cache.run = cache.run._replace(next=end)
-        cache.extend(np.arange(start, end))

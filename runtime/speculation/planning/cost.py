@@ -100,13 +100,11 @@ class PassCosts:
 @dataclass(frozen=True, slots=True)
 class HostCosts:
     """Seconds outside both engines. plain: of a plain round. round: of a round with a proposal. token: additionally,
-    of every proposed token. by_pass: the same of rounds that the host runs pass by pass, where an engine runs those of
-    a single request as a whole; None if it does not."""
+    of every proposed token."""
 
     plain: float
     round: float
     token: float
-    by_pass: HostCosts | None = None
 
     def __post_init__(self) -> None:
         if not all(0 <= seconds <= MOST_SECONDS for seconds in (self.plain, self.round, self.token)):
@@ -115,8 +113,7 @@ class HostCosts:
     @property
     def shared(self) -> HostCosts:
         """The same where several requests share passes."""
-        own = self.by_pass or self
-        plain, whole, token = (min(SHARED_HOST * each, MOST_SECONDS) for each in (own.plain, own.round, own.token))
+        plain, whole, token = (min(SHARED_HOST * each, MOST_SECONDS) for each in (self.plain, self.round, self.token))
         return HostCosts(plain, whole, token)
 
 
@@ -149,12 +146,7 @@ class CostModel:
         """Host time above temperature 0 of proposals whose tokens are chosen: they are made as at temperature 0, and
         verified by drawing from the target, as plain rounds are."""
         drawing = max(0.0, self.sampled.plain - self.greedy.plain)
-
-        def added(host: HostCosts) -> HostCosts:
-            by_pass = None if host.by_pass is None else added(host.by_pass)
-            return HostCosts(self.sampled.plain, host.round + drawing, host.token, by_pass)
-
-        return added(self.greedy)
+        return HostCosts(self.sampled.plain, self.greedy.round + drawing, self.greedy.token)
 
     @property
     def following(self) -> PassCosts | None:

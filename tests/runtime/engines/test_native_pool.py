@@ -14,7 +14,6 @@ from draftwood.models.errors import EngineError
 from draftwood.runtime.engines.base import TokenBatch
 from draftwood.runtime.engines.native.engine import NativeEngine, NativeKVCache
 from draftwood.runtime.engines.passes import causal_batch, prefill
-from draftwood.runtime.engines.rounds import RoundShape
 from draftwood.runtime.engines.shared.placement import PANEL
 from draftwood.runtime.engines.shared.pool import PooledEngine
 
@@ -104,18 +103,3 @@ def filled_speculatively(engine: NativeEngine) -> NativeKVCache:
     cache = engine.new_cache()
     engine.score(TokenBatch.pad([1, 2, 3, 4], range(4), np.tri(4, dtype=np.bool_), 4), cache)
     return cache
-
-
-@pytest.mark.parametrize("role", [0, 1])
-def test_a_round_needs_no_slots_beside_its_rows(role: int, engine: NativeEngine, tmp_path: Path) -> None:
-    """Another text may begin behind the decision that a round is whole, and leave room for the rows alone."""
-    pools = [PooledEngine(each, 512) for each in (engine, NativeEngine(tmp_path / "target.weights", engine.spec, 2))]
-    caches = [pool.new_cache() for pool in pools]
-    for pool, cache in zip(pools, caches, strict=True):
-        prefill(pool, cache, random_text(20, 0))
-    rounds, shape = pools[0].rounds(caches[0], pools[1], caches[1]), RoundShape(4, 15, 5)
-    assert rounds is not None and rounds.fits(shape, 1)
-    wanted = rounds.prepare(shape, [7])
-    prefill(pools[role], pools[role].new_cache(), random_text(440, 1))
-    wanted.run()
-    assert caches[0].length == 20 + len(rounds.outcome.written)

@@ -23,7 +23,7 @@ from draftwood.runtime.decoding.stats import SpecDecodeStats
 from draftwood.runtime.engines.base import Engine, ForwardOutput, KVCache, Pass, TokenBatch
 from draftwood.runtime.engines.passes import Steps, causal_batch, prefill
 from draftwood.runtime.engines.shared.memory import CacheBudget, OutOfMemoryError
-from draftwood.runtime.engines.shared.placement import PANEL, Run, has_block, place_block
+from draftwood.runtime.engines.shared.placement import PANEL
 from draftwood.runtime.engines.shared.pool import SPARE_PASSES, PooledEngine
 from draftwood.runtime.sampling.params import SamplingParams
 from draftwood.runtime.sampling.random import seeded_streams
@@ -316,14 +316,3 @@ def test_rows_of_a_sequence_lie_in_panels_of_its_own() -> None:
     panels = [set((cache.slots // PANEL).tolist()) for cache in caches]
     assert sum(map(len, panels)) == len(set().union(*panels))
     assert max(map(len, panels)) <= 60 // PANEL + 2
-
-
-@given(st.integers(0, 200), st.integers(0, 100), st.integers(-1, 300), st.integers(1, 80), st.integers(200, 400))
-def test_a_block_is_free_and_behind_its_sequence(start: int, free: int, last: int, count: int, top: int) -> None:
-    """Slots of a sequence ascend, and whole panels are its own. top: the slots in use."""
-    run, last = Run(start, start, min(start + free, top)), min(last, top - 1)
-    placed, used = place_block(run, last, count, top, top + count + free)
-    assert last < placed.next <= placed.end - count and placed.end <= used
-    assert (placed, used) == (run, top) or (placed.next == placed.kept == top and placed.end == used >= top + count)
-    assert used <= top + count + free
-    assert (placed == run) == has_block(run, last, count)

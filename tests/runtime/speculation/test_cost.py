@@ -263,15 +263,12 @@ def test_both_backends_are_named_with_their_releases() -> None:
     assert re.fullmatch(r"native [0-9a-f]{12}, onnxruntime [\d.]+\S*", both)
 
 
-def test_requests_that_share_passes_have_rounds_of_the_host() -> None:
-    """Which cost more than those that an engine runs as a whole; a loop runs beside them."""
-    greedy = HostCosts(1.0, 2.0, 0.1, HostCosts(1.0, 5.0, 0.4))
-    assert greedy.shared == HostCosts(2.0, 10.0, 0.8) and replace(greedy, by_pass=None).shared == HostCosts(
-        2.0, 4.0, 0.2
-    )
+def test_requests_that_share_passes_take_more_time_of_the_host() -> None:
+    """A loop runs beside them. Chosen tokens are made as at temperature 0, and verified as plain rounds are drawn."""
+    greedy, sampled = HostCosts(1.0, 2.0, 0.1), HostCosts(1.5, 3.0, 0.2)
+    assert greedy.shared == HostCosts(2.0, 4.0, 0.2)
     costs = replace(assumed(LlamaConfig(512, 64, 128, 2, 2, 1, 32, 256, 1e-5, 1e4), None), greedy=greedy)
-    costs = replace(costs, sampled=HostCosts(1.5, 3.0, 0.2, HostCosts(1.5, 9.0, 0.8)))
-    assert costs.chosen == HostCosts(1.5, 2.5, 0.1, HostCosts(1.5, 5.5, 0.4))
+    assert replace(costs, sampled=sampled).chosen == HostCosts(1.5, 2.5, 0.1)
 
 
 def test_what_nobody_measured_is_assumed_from_the_sizes() -> None:
@@ -286,7 +283,7 @@ def test_what_nobody_measured_is_assumed_from_the_sizes() -> None:
         for rows in (1, 2, 4, 8, 16, 32, 64):
             assert passes.at(rows, 0) == pytest.approx(once * (1 + 0.06 * (rows - 1)), rel=1e-12)
     every = [each for host in (costs.greedy, costs.sampled) for each in (host.plain, host.round, host.token)]
-    assert max(every) < 1e-3 and costs.greedy.by_pass is costs.sampled.by_pass is None
+    assert max(every) < 1e-3
 
 
 def test_a_gpu_reads_weights_and_cache_or_multiplies() -> None:
