@@ -38,8 +38,7 @@ class Text(NamedTuple):
 
 
 class Program:
-    """The running program of a checkout. It accepts the protocol of the present checkout and of the one before texts
-    were written several at a time."""
+    """The running program of a checkout."""
 
     def __init__(self, python: Path, options: PeerOptions) -> None:
         """python: an interpreter in CHECKOUT/.venv/bin."""
@@ -51,11 +50,11 @@ class Program:
 
     def write_text(self, method: str, prompt: list[int], max_tokens: int) -> Text:
         assert self._process.stdin is not None
-        request = {"method": method, "prompt": prompt, "prompts": [prompt], "max_tokens": max_tokens}
+        request = {"method": method, "prompts": [prompt], "max_tokens": max_tokens}
         self._process.stdin.write(json.dumps(request) + "\n")
         self._process.stdin.flush()
         answer = self._read()
-        return Text(answer["texts"][0] if "texts" in answer else answer["tokens"], answer["seconds"])
+        return Text(answer["texts"][0], answer["seconds"])
 
     def _read(self) -> dict[str, Any]:
         assert self._process.stdout is not None

@@ -27,7 +27,7 @@ from benchmarks.load.serving.figures import (
     summarise,
 )
 from benchmarks.load.serving.report import COLUMNS, to_markdown
-from benchmarks.load.serving.servers import LLAMA_CPP, OURS, Server, llama_cpp_servers, prepare_llama_cpp, start_server
+from benchmarks.load.serving.servers import LLAMA_CPP, OURS, Server, llama_cpp_servers, prepare_llama_cpp, running
 from benchmarks.peers.process import PeerError
 from benchmarks.peers.protocol import PLAIN, PeerOptions
 from benchmarks.tools.record import rows_to_json
@@ -137,10 +137,10 @@ def test_a_slot_of_llama_cpp_has_room_for_a_whole_sequence(tmp_path: Path) -> No
         assert method == PLAIN or command[-1] == method[-1]
 
 
-def test_a_server_that_ends_at_once_is_named(tmp_path: Path) -> None:
+def test_a_server_that_ends_at_once_is_named() -> None:
     with (
-        pytest.raises(PeerError, match=r"llama\.cpp plain did not start; see .*log\.txt"),
-        start_server(Server(LLAMA_CPP, PLAIN, (sys.executable, "-c", "pass")), tmp_path / "log.txt"),
+        pytest.raises(PeerError, match=r"llama\.cpp plain: this server did not start"),
+        running(Server(LLAMA_CPP, PLAIN, (sys.executable, "-c", "pass"))),
     ):
         pass
 
@@ -165,7 +165,7 @@ def arguments(tiny_bundle: Path, tmp_path: Path) -> list[str]:
 
 
 def test_a_whole_load_over_real_servers(
-    arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "aiperf" / "venv" / "bin").mkdir(parents=True)
     fake_aiperf.install(tmp_path / "aiperf" / "venv" / "bin")
@@ -182,7 +182,7 @@ def test_a_whole_load_over_real_servers(
         assert (row["acceptance_length"] is not None) == (method == "speculative")
     assert figures["versions"] == {LLAMA_CPP: "llama.cpp 1.0", "aiperf": "fake 1.0"}
     assert figures["date"] and figures["processor"] and figures["cores"] >= 1
-    assert "2 at a time" in capsys.readouterr().out
+    assert "2 at a time" in capfd.readouterr().out
 
 
 def test_a_wrong_answer_of_ours_ends_with_1_behind_the_figures(
@@ -242,7 +242,7 @@ def test_the_real_aiperf_shows_what_speculation_did(tiny_bundle: Path, tmp_path:
             if server.method == PLAIN
             else replace(server, command=(*server.command, "--speculative=budget=fixed"))
         )
-        with start_server(always, tmp_path / "log.txt") as process:
+        with running(always) as process:
             load = aiperf.profile(process.url, 2, 4, tmp_path / server.method)
         assert sorted(answer.prompt for answer in load.answers) == [0, 0, 1, 1]
         assert all(answer.text == texts[answer.prompt] and answer.first_ms > 0 for answer in load.answers)

@@ -36,7 +36,7 @@ from benchmarks.load.serving.servers import (
     draftwood_servers,
     llama_cpp_servers,
     prepare_llama_cpp,
-    start_server,
+    running,
 )
 from benchmarks.peers.process import PeerError
 from benchmarks.peers.protocol import PeerOptions
@@ -141,7 +141,7 @@ def run(args: argparse.Namespace, console: Console) -> tuple[list[ServerRow], di
     aiperf = AIPerf(program, inputs, len(known.prompts), args.bundle.resolve())
     with ExitStack() as stack:
         with console.status("Starting the servers"):
-            started = {server: stack.enter_context(start_server(server, exports / "servers.txt")) for server in servers}
+            started = {server: stack.enter_context(running(server)) for server in servers}
         runs = measure(console, aiperf, started, args.concurrency, args.requests, args.repeats, exports)
     return summarise(runs, known.texts), versions | {"aiperf": aiperf.version()}
 
