@@ -34,21 +34,16 @@ from benchmarks.precision.llama_cpp import Complete, Decoded, Divergence, LlamaC
 from benchmarks.precision.quality import score_chunks
 from benchmarks.precision.texts import SCORED, WINDOW, Texts, read_texts
 from benchmarks.tools.record import add_output, make_parser, write_results
-from draftwood.builder.checkpoints.checkpoint import Checkpoint
-from draftwood.builder.engines.make import Source
-from draftwood.builder.engines.native import write_weights
-from draftwood.builder.quantization.calibration import calibrate, read_windows
-from draftwood.builder.quantization.formats import FORMATS, QuantizedCheckpoint
-from draftwood.models.bindings import TARGET, output_names
-from draftwood.runtime.engines.backends import BACKENDS, Opening, bits_of_weight
-from draftwood.runtime.engines.base import Engine, EngineSpec
+from draftwood.cli.main import main as draftwood
+from draftwood.models.bindings import TARGET
+from draftwood.runtime.bundle.bundle import EngineBundle
+from draftwood.runtime.engines.backends import bits_of_weight
+from draftwood.runtime.engines.base import Engine
 from draftwood.runtime.engines.passes import causal_batch, prefill
-from draftwood.runtime.text.tokenizer import Tokenizer
 
 EXACT, CALIBRATED = "fp32", "int4 calibrated"
 NATIVE = (EXACT, "bf16", "int8", "int4", CALIBRATED)
 PROMPT_TOKENS, DECODED = 64, 64
-WIDTHS = (1, 64)
 Figures = dict[str, dict[str, Any]]  # by name of the format
 
 
@@ -86,33 +81,17 @@ def main() -> None:
     write_results(args.output, args.name, {"threads": args.threads, "formats": figures})
 
 
-def spec_of(settings: Settings, name: str) -> EngineSpec:
-    precision = name.split()[0]
-    model = Source(Checkpoint(settings.checkpoint), TARGET, None, "native", precision).weights.config
-    return EngineSpec(TARGET, "native", "", model, WIDTHS, WINDOW + WIDTHS[-1], precision, output_names(TARGET))
-
-
 def engine_of(settings: Settings, name: str) -> Engine:
-    """One of NATIVE, packed once."""
-    spec, file = spec_of(settings, name), settings.work / f"{name.replace(' ', '-')}.weights"
-    if not file.is_file():
-        checkpoint = Checkpoint(settings.checkpoint)
-        plain = Source(checkpoint, TARGET, None, "native", spec.precision).weights
-        unfinished = file.with_suffix(".unfinished")
-        write_weights(calibrated(settings, checkpoint) if name == CALIBRATED else plain, spec.capacity, unfinished)
-        unfinished.rename(file)
-    return BACKENDS["native"].open(file, spec, Opening(settings.threads))
-
-
-def calibrated(settings: Settings, checkpoint: Checkpoint) -> QuantizedCheckpoint:
-    """int4, rounded with a calibration text that is none of the evaluated ones."""
-    text = settings.work / "calibration.txt"
-    text.write_text(settings.texts.calibration, encoding="utf-8")
-    form = FORMATS["native", "int4"]
-    view = QuantizedCheckpoint(checkpoint, form)
-    with Tokenizer.load(settings.checkpoint) as tokenizer:
-        windows = read_windows(text, tokenizer, checkpoint.config.max_position)
-    return QuantizedCheckpoint(checkpoint, form, calibrate(view, windows, lambda: None))
+    """One of NATIVE, built once. The text of a calibrated one is none of the evaluated ones."""
+    folder, text = settings.work / name.replace(" ", "-"), settings.work / "calibration.txt"
+    if not folder.is_dir():
+        text.write_text(settings.texts.calibration, encoding="utf-8")
+        calibrated = ["--calibration", str(text)] if name == CALIBRATED else []
+        models = ["--target", str(settings.checkpoint), "--draft", "none", "--output", str(folder), *calibrated]
+        precision = ["--precision", name.split()[0], "--max-length", str(WINDOW), "--no-profile"]
+        if failed := draftwood(["build", *models, "--backend", "native", *precision]):
+            raise SystemExit(failed)
+    return EngineBundle.open(folder).open_engine(TARGET, settings.threads)
 
 
 def add_divergences(settings: Settings, names: Sequence[str], figures: Figures) -> None:
