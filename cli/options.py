@@ -11,10 +11,10 @@ from typing import Any, NamedTuple, TypeVar
 from ..models.errors import ConfigError
 from ..runtime.bundle.cache import Model, bundle_of
 from ..runtime.bundle.defaults import TEMPERATURE, TOP_P
-from ..runtime.decoding.loop import MAX_RUNNING
-from ..runtime.decoding.pace import MAX_PAUSE_MS
+from ..runtime.decoding.prefill import MAX_PAUSE_MS
+from ..runtime.decoding.scheduler import MAX_RUNNING
 from ..runtime.engines.shared.memory import CACHE_SHARE
-from ..runtime.request_engines import PREFIX_CACHE_SLOTS
+from ..runtime.engines.shared.pool import PREFIX_CACHE_SLOTS
 from ..runtime.requests.async_llm import MAX_WAITING
 from ..runtime.sampling.params import SamplingParams
 from ..runtime.speculation.config import SpeculativeConfig

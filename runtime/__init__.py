@@ -3,7 +3,7 @@
 from ..models.errors import BundleError, CheckpointError, ConfigError, DraftwoodError, EngineError, RequestError
 from .bundle.bundle import EngineBundle
 from .chat import ChatSession
-from .decoding.scheduler import QueueFullError
+from .decoding.queue import QueueFullError
 from .decoding.stats import SpecDecodeStats
 from .llm import LLM
 from .prompt import TextPrompt, TokensPrompt

@@ -7,14 +7,11 @@ from contextlib import closing, contextmanager
 from typing import TYPE_CHECKING, NamedTuple
 
 from ..models.errors import RequestError, shown
-from .decoding.job import Job
-from .decoding.loop import MAX_RUNNING, Loop
+from .decoding.request import Request
 from .decoding.round import Observer
-from .decoding.scheduler import Scheduler
-from .request_engines import PREFIX_CACHE_SLOTS
+from .decoding.scheduler import MAX_RUNNING
+from .engines.shared.pool import PREFIX_CACHE_SLOTS
 from .sampling.params import SamplingParams
-from .speculation.planning.budget import DraftBudget
-from .speculation.planning.drift import Drift
 from .text.result import RequestOutput, output_of
 from .text.writer import StreamChunk
 
@@ -68,19 +65,11 @@ def write_together(
 ) -> list[list[StreamChunk]]:
     """The chunks of several texts that share passes. advance: called after each text."""
     at_most = min(llm.max_batch or MAX_RUNNING, len(wanted))
-    shared = llm.share(at_most, prefix_cache_slots=PREFIX_CACHE_SLOTS)
-    with closing(shared):
-        loop: Loop[Job[StreamChunk], StreamChunk]
-        drafts = DraftBudget(Drift(llm.costs))
-        loop = Loop(Scheduler(at_most, len(wanted)), shared.pools, shared.budget, watch=drafts.observe_pass)
-        engines = shared.engines._replace(sharing=lambda: loop.num_sharing, budget=drafts)
-        texts: dict[Job[StreamChunk], list[StreamChunk]] = {}
-        for prompt, params in wanted:
-            job = llm.job(prompt, params, speculative=speculative, engines=engines)
-            job.num_slots = shared.budget.needed(len(prompt), params.max_tokens)
-            texts[job] = []
-        for job, chunk in loop.run(list(texts)):
-            texts[job].append(chunk)
+    with closing(llm.scheduler(at_most, len(wanted), prefix_cache_slots=PREFIX_CACHE_SLOTS)) as scheduler:
+        requests = [llm.request(prompt, params, scheduler, speculative=speculative) for prompt, params in wanted]
+        texts: dict[Request[StreamChunk], list[StreamChunk]] = {request: [] for request in requests}
+        for request, chunk in scheduler.run(requests):
+            texts[request].append(chunk)
             if chunk.finish_reason is not None:
                 advance()
     return list(texts.values())

@@ -10,13 +10,11 @@ from types import TracebackType
 from typing import NamedTuple
 
 from ..models.errors import RequestError
-from .decoding.job import Job
-from .decoding.loop import Loop
-from .decoding.scheduler import Scheduler
+from .decoding.request import Request
 from .decoding.stats import SpecDecodeStats
+from .engines.shared.pool import PREFIX_CACHE_SLOTS
 from .llm import LLM, Speculation
 from .prompt import PromptTooLongError
-from .request_engines import PREFIX_CACHE_SLOTS
 from .sampling.params import SamplingParams
 from .text.conversation import Conversation, to_template
 from .text.result import RequestOutput, output_of
@@ -44,8 +42,8 @@ class ChatSession:
     more because the context is full. last: the last answer; None before the first one, and after one that was stopped
     before its first character. stats, num_prompt_tokens: of all answers together, those that were undone included.
 
-    The cache is the prefix cache of `LLM.share`, as in a server: `last.stats.num_cached_tokens` counts the tokens of
-    the prompt that were not read again. On engines whose caches do not grow (TensorRT) every answer reads its whole
+    The cache is the prefix cache of `LLM.scheduler`, as in a server: `last.stats.num_cached_tokens` counts the tokens
+    of the prompt that were not read again. On engines whose caches do not grow (TensorRT) every answer reads its whole
     prompt. Not for several threads at a time.
     """
 
@@ -61,9 +59,7 @@ class ChatSession:
         self.stats = SpecDecodeStats()
         self.num_prompt_tokens = 0
         self.system = system
-        self._shared = llm.share(1, prefix_cache_slots=prefix_cache_slots)
-        self._loop: Loop[Job[StreamChunk], StreamChunk]
-        self._loop = Loop(Scheduler(1, 0), self._shared.pools, self._shared.budget)
+        self._scheduler = llm.scheduler(1, prefix_cache_slots=prefix_cache_slots)
 
     @property
     def system(self) -> str | None:
@@ -143,7 +139,7 @@ class ChatSession:
 
     def close(self) -> None:
         """Free the caches."""
-        self._shared.close()
+        self._scheduler.close()
 
     def __enter__(self) -> ChatSession:
         return self
@@ -159,17 +155,16 @@ class ChatSession:
         """The answer to a message behind the first `num_before` turns; it replaces those behind them."""
         params = params or self._llm.get_default_sampling_params()
         prompt = self._fit(text, num_before, params.max_tokens, stop)
-        budget = self._shared.budget
-        params = replace(params, max_tokens=min(params.max_tokens, budget.tokens_behind(len(prompt))))
-        job = self._llm.job(prompt, params, speculative=speculative, engines=self._shared.engines)
-        job.num_slots = budget.needed(len(prompt), params.max_tokens)
+        room = self._scheduler.slots.tokens_behind(len(prompt))
+        params = replace(params, max_tokens=min(params.max_tokens, room))
+        request = self._llm.request(prompt, params, self._scheduler, speculative=speculative)
         self.last = None  # a message that was refused above leaves it
-        return self._answer(job, text, num_before, prompt, stop)
+        return self._answer(request, text, num_before, prompt, stop)
 
     def _fit(self, text: str, num_before: int, max_tokens: int, stop: Event) -> list[int]:
         """The prompt with as many turns as context and memory have room for; sets `num_left_out`. Bisects, because a
         conversation that was loaded may have thousands of turns too many, and each attempt renders and tokenizes it."""
-        limit = min(self._llm.bundle.manifest.max_length, self._shared.budget.tokens_behind(0))
+        limit = min(self._llm.bundle.manifest.max_length, self._scheduler.slots.tokens_behind(0))
         room = limit - min(max_tokens, limit // RESERVED)
         tried = least = min(self.num_left_out, num_before)
         if self._undone:
@@ -207,12 +202,12 @@ class ChatSession:
         return self._llm.encode_written(self._llm.write_chat(messages, stop))
 
     def _answer(
-        self, job: Job[StreamChunk], text: str, num_before: int, prompt: list[int], stop: Event
+        self, request: Request[StreamChunk], text: str, num_before: int, prompt: list[int], stop: Event
     ) -> Iterator[StreamChunk]:
-        if len(self._loop.scheduler):  # the loop would end that answer, too
+        if len(self._scheduler.queue):  # the loop would end that answer, too
             raise RequestError("an earlier answer has not ended: read it to its end, or close it, and ask again")
         chunks: list[StreamChunk] = []
-        with closing(self._loop.run([job], stop.is_set)) as answers:
+        with closing(self._scheduler.run([request], stop.is_set)) as answers:
             try:
                 for _, chunk in answers:
                     chunks.append(chunk)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import closing
 from functools import cache, cached_property
 from itertools import count
 from pathlib import Path
@@ -20,24 +20,23 @@ from .bundle.costs import assumed_costs, read_costs, stored_costs
 from .bundle.defaults import default_params
 from .bundle.fit import fitted
 from .bundle.foreign import with_others
-from .decoding.chunk import TokenChunk
 from .decoding.decoder import SpeculativeDecoder
-from .decoding.job import Job
-from .decoding.loop import MAX_TURNS, drive
+from .decoding.prefill import PrefillLimit
+from .decoding.request import Request
 from .decoding.round import Observer
+from .decoding.scheduler import MAX_TURNS, Scheduler
 from .decoding.stats import SpecDecodeStats
 from .engines.backends import describe_backend, slot_bytes
 from .engines.base import Engine
-from .engines.passes import Steps
 from .engines.shared.memory import CacheBudget, cache_budget, check_text_memory
 from .engines.shared.pool import PooledEngine
 from .prepared import Prepared
 from .prompt import PromptType, check_prompt, is_batch, plain_prompt, too_long_error
-from .request_engines import Engines, SharedEngines
 from .sampling.params import SamplingParams
 from .sampling.random import seeded_streams
 from .sampling.sampler import Sampler
 from .speculation.config import SpeculativeConfig
+from .speculation.planning.budget import DraftBudget
 from .speculation.planning.cost import CostModel
 from .speculation.planning.drift import Drift
 from .speculation.planning.experience import Experience
@@ -81,21 +80,21 @@ class LLM:
         self.tokenizer = Tokenizer.load(self.bundle.folder)
         self._default_params = default_params(self.bundle)
         self.speculative, self._provider = speculative, provider
-        self._target = self.bundle.open_engine(TARGET, threads, provider)
-        self._draft: Engine | None = None
+        self.target = self.bundle.open_engine(TARGET, threads, provider)
+        self.draft: Engine | None = None
         self._costs: CostModel | None = None
         self.stale_costs: list[str] = []
         if speculative is not None:
             self.speculative = fitted(speculative, self.bundle)
             if self.bundle.has_draft or draft_threads:  # which would be ignored
-                self._draft = self.bundle.open_draft(threads, draft_threads, provider)
+                self.draft = self.bundle.open_draft(threads, draft_threads, provider)
             measured, self.stale_costs = stored_costs(self.bundle, provider, threads, draft_threads)
-            drafts = None if self._draft is None else self._draft.spec
-            self._costs = measured or assumed_costs(self._target.spec, drafts, provider)
+            drafts = None if self.draft is None else self.draft.spec
+            self._costs = measured or assumed_costs(self.target.spec, drafts, provider)
         self._experience = Experience(None if self._costs is None else Drift(self._costs))
-        vocab_size = self._target.spec.model.vocab_size
+        vocab_size = self.target.spec.model.vocab_size
         self.grammars = Grammars(self.tokenizer, vocab_size, self.bundle.manifest.eos_token_ids)
-        self._idle: deque[SpeculativeDecoder] = deque()
+        self._idle: deque[Scheduler[StreamChunk]] = deque()  # of ended streams
         self.request_numbers = count()
 
     def generate(
@@ -127,39 +126,67 @@ class LLM:
         speculative: Speculation = "own",
     ) -> Iterator[StreamChunk]:
         """`generate` for one text; yields one chunk per round. The first chunk opens the caches."""
-        return drive(self.job(prompt, sampling_params, observe, speculative))
+        try:
+            scheduler = self._idle.pop()
+        except IndexError:  # not checked before: another thread could take the last one in between
+            scheduler = self._opened(1, 0, CacheBudget(None, self.target.spec.capacity, self.target.spec.max_width))
+        try:
+            request = self.request(prompt, sampling_params, scheduler, observe, speculative)
+        except BaseException:
+            self._idle.append(scheduler)
+            raise
+        return self._run(scheduler, request)
 
-    def job(
+    def request(
         self,
         prompt: PromptType,
-        params: SamplingParams | None = None,
+        params: SamplingParams | None,
+        scheduler: Scheduler[StreamChunk],
         observe: Observer | None = None,
         speculative: Speculation = "own",
-        engines: Engines | None = None,
         prepared: Prepared | None = None,
-    ) -> Job[StreamChunk]:
-        """`stream` as a job for a loop. engines: such as those of `share`; by default the LLM's own engines. prepared:
-        what `prepare` returns for `params`, if the caller has called it."""
+        salt: str | None = None,
+    ) -> Request[StreamChunk]:
+        """`stream` as a request for a scheduler of this LLM. prepared: what `prepare` returns for `params`, if the
+        caller has called it. salt: see Engine.new_cache. Raises RequestError, also where the scheduler's cache slots
+        cannot hold the text."""
         (params,) = params_of(params, 1, self.get_default_sampling_params)
         if params.n != 1:
             raise RequestError(f"a stream has one text, and n is {params.n}: leave n out, or call LLM.generate")
         config = self.resolved(speculative)
         tokens = self.encode(prompt)
         sampler = self.sampler(params, tokens, prepared)
-        stats = SpecDecodeStats()
-        steps = self._rounds(tokens, sampler, stats, config, observe, engines)
+        manifest, stats = self.bundle.manifest, SpecDecodeStats()
+        decoder = SpeculativeDecoder(
+            scheduler.target or self.target,
+            None if config is None else scheduler.draft,
+            config,
+            manifest.max_length,
+            manifest.eos_token_ids,
+            self._costs,
+            lambda: scheduler.num_sharing,
+            self._experience,
+            scheduler.drafts,
+        )
+        steps = decoder.steps(tokens, sampler, seeded_streams(params.seed), stats, observe, salt)
 
         @cache
         def writer() -> TextWriter:  # constructed in the decoding thread, because it decodes the end of the prompt
             return TextWriter(self.tokenizer, tokens, params)
 
-        return Job(steps=steps, write=lambda chunk: writer().write(chunk, stats), stats=stats)
+        return Request(
+            steps=steps,
+            write=lambda chunk: writer().write(chunk, stats),
+            stats=stats,
+            num_slots=scheduler.slots.needed(len(tokens), params.max_tokens),
+            num_prompt_tokens=len(tokens),
+        )
 
     def sampler(self, params: SamplingParams, prompt: Sequence[int], prepared: Prepared | None = None) -> Sampler:
         """The sampler of a request. prepared: see `job`. Raises RequestError."""
         grammar, bad_words = prepared or self.prepare(params)
         constraint = None if grammar is None else grammar.start()
-        eos, vocab_size = self.bundle.manifest.eos_token_ids, self._target.spec.model.vocab_size
+        eos, vocab_size = self.bundle.manifest.eos_token_ids, self.target.spec.model.vocab_size
         return Sampler(params, prompt, eos, vocab_size, constraint, bad_words)
 
     def prepare(self, params: SamplingParams) -> Prepared:
@@ -173,7 +200,7 @@ class LLM:
             return self.speculative
         if speculative is None or speculative == self.speculative:
             return speculative
-        if self._draft is None and self.bundle.has_draft:
+        if self.draft is None and self.bundle.has_draft:
             raise ConfigError("this model was opened without its draft: leave `speculative` out, or open it with one")
         return fitted(speculative, self.bundle)
 
@@ -219,38 +246,60 @@ class LLM:
     @property
     def is_pooled(self) -> bool:
         """Whether the engines' caches grow, so that several requests can share one cache."""
-        return describe_backend(self._target.spec.backend).grows
+        return describe_backend(self.target.spec.backend).grows
 
     def warm_up(self) -> list[Callable[[], None]]:
         """Steps that prepare the engines for a first request, to be called in order. None for engines on a CPU."""
-        own = (engine for engine in (self._target, self._draft) if engine is not None)
+        own = (engine for engine in (self.target, self.draft) if engine is not None)
         return [step for engine in own for step in engine.warm_up()]
 
     @property
     def costs(self) -> CostModel:
         """The measured costs of the engines, or assumed ones."""
         measured = self._costs or read_costs(self.bundle.folder)
-        return measured or assumed_costs(self._target.spec, None, self._provider)
+        return measured or assumed_costs(self.target.spec, None, self._provider)
 
-    def share(self, requests: int, kv_cache_bytes: int | None = None, prefix_cache_slots: int = 0) -> SharedEngines:
-        """Engines for up to `requests` requests at a time, which share passes where the backend allows it.
+    def scheduler(
+        self,
+        max_running: int,
+        max_waiting: int = 0,
+        kv_cache_bytes: int | None = None,
+        prefix_cache_slots: int = 0,
+        max_pause_ms: float | None = None,
+    ) -> Scheduler[StreamChunk]:
+        """A scheduler over the engines, for up to `max_running` requests at a time. They share passes where the backend
+        allows it. The caller closes it before the LLM.
 
         kv_cache_bytes: see `cache_budget`. prefix_cache_slots: see PooledEngine.share_prefixes; 0: requests share no
-        rows. Raises ConfigError when the memory suffices for no request.
+        rows. max_pause_ms: see PrefillLimit; None: texts wait for prompts as long as it takes. Raises ConfigError when
+        the memory suffices for no request.
         """
-        own = [engine for engine in (self._target, self._draft) if engine is not None]
-        if not self.is_pooled:
-            spec = self._target.spec
-            return SharedEngines(self.engines, (), CacheBudget(None, spec.capacity, spec.max_width))
-        budget = cache_budget([engine.spec for engine in own], kv_cache_bytes, self._provider)
-        pools = []
-        for engine in own:
-            full = requests * engine.spec.capacity
-            pool = PooledEngine(engine, full if budget.allocated is None else min(full, budget.allocated))
-            if prefix_cache_slots:
-                pool.share_prefixes(prefix_cache_slots)
-            pools.append(pool)
-        return SharedEngines(Engines(pools[0], pools[1] if len(pools) > 1 else None), tuple(pools), budget)
+        prefill = None if max_pause_ms is None else PrefillLimit(self.costs, max_pause_ms)
+        slots = CacheBudget(None, self.target.spec.capacity, self.target.spec.max_width)
+        if self.is_pooled:
+            specs = [engine.spec for engine in (self.target, self.draft) if engine is not None]
+            slots = cache_budget(specs, kv_cache_bytes, self._provider)
+        return self._opened(max_running, max_waiting, slots, prefill, prefix_cache_slots)
+
+    def _opened(
+        self,
+        max_running: int,
+        max_waiting: int,
+        slots: CacheBudget,
+        prefill: PrefillLimit | None = None,
+        prefix_cache_slots: int = 0,
+    ) -> Scheduler[StreamChunk]:
+        """See `scheduler`. slots: for the caches of all requests."""
+        target, draft, pools, drafts = self.target, self.draft, list[Engine](), DraftBudget(Drift(self.costs))
+        if self.is_pooled:
+            for engine in (target, draft) if draft is not None else (target,):
+                full = max_running * engine.spec.capacity
+                pool = PooledEngine(engine, full if slots.allocated is None else min(full, slots.allocated))
+                if prefix_cache_slots:
+                    pool.share_prefixes(prefix_cache_slots)
+                pools.append(pool)
+            target, draft = pools[0], pools[1] if len(pools) > 1 else None
+        return Scheduler(max_running, max_waiting, target, draft, pools, slots, prefill, drafts)
 
     @property
     def max_running(self) -> int | None:
@@ -260,29 +309,24 @@ class LLM:
     @property
     def max_batch(self) -> int | None:
         """The number of caches that a batched TensorRT engine has; None for engines that open caches as needed."""
-        spec = self._target.spec
+        spec = self.target.spec
         return None if self.is_pooled or spec.max_batch == 1 else spec.max_batch
-
-    @property
-    def engines(self) -> Engines:
-        """The LLM's own engines, for one request at a time."""
-        return Engines(self._target, self._draft)
 
     @property
     def kv_cache_bytes(self) -> int:
         """The bytes of one request's caches when they are full."""
-        specs = [each.spec for each in (self._target, self._draft) if each is not None]
+        specs = [each.spec for each in (self.target, self.draft) if each is not None]
         return sum(spec.capacity * slot_bytes(spec) for spec in specs)
 
     def close(self) -> None:
         """Close the engines, and end the processes of chat template and grammars."""
         self.tokenizer.close()
         self.grammars.close()
-        while (decoder := self._idle_decoder()) is not None:
-            decoder.close()
-        self._target.close()
-        if self._draft is not None:
-            self._draft.close()
+        for scheduler in self._idle:
+            scheduler.close()
+        self.target.close()
+        if self.draft is not None:
+            self.draft.close()
 
     def __enter__(self) -> LLM:
         return self
@@ -308,43 +352,11 @@ class LLM:
         check_text_memory(text)
         return check_prompt(self.tokenizer.encode(text, add_special_tokens, given_up), self.bundle)
 
-    def _rounds(
-        self,
-        prompt: list[int],
-        sampler: Sampler,
-        stats: SpecDecodeStats,
-        config: SpeculativeConfig | None,
-        observe: Observer | None,
-        engines: Engines | None,
-    ) -> Steps[TokenChunk]:
-        # An idle decoder keeps its caches for the next request, except where the number of caches is limited.
-        reusable = engines is None and config == self.speculative and self.max_batch is None
-        idle = self._idle_decoder() if reusable else None
-        decoder = idle or self._new_decoder(config, engines or self.engines)
+    def _run(self, scheduler: Scheduler[StreamChunk], request: Request[StreamChunk]) -> Iterator[StreamChunk]:
+        """The chunks of a request alone. Its scheduler then serves the next stream."""
         try:
-            yield from decoder.steps(prompt, sampler, seeded_streams(sampler.params.seed), stats, observe)
+            with closing(scheduler.run([request])) as chunks:
+                for _, chunk in chunks:
+                    yield chunk
         finally:
-            if reusable:
-                self._idle.append(decoder)
-            else:
-                decoder.close()
-
-    def _idle_decoder(self) -> SpeculativeDecoder | None:
-        with suppress(IndexError):  # not checked before: another thread could take the last decoder in between
-            return self._idle.pop()
-        return None
-
-    def _new_decoder(self, config: SpeculativeConfig | None, engines: Engines) -> SpeculativeDecoder:
-        manifest = self.bundle.manifest
-        draft = None if config is None else engines.draft
-        return SpeculativeDecoder(
-            engines.target,
-            draft,
-            config,
-            manifest.max_length,
-            manifest.eos_token_ids,
-            self._costs,
-            engines.sharing,
-            experience=self._experience,
-            budget=engines.budget,
-        )
+            self._idle.append(scheduler)

@@ -100,7 +100,7 @@ def load_plans(bundle: Path) -> Findings:
     """Loading checks that every cache output shares the memory of its input."""
     begun = perf_counter()
     with LLM(bundle, CONFIGS["tree of 15"]) as llm:
-        seconds, engines = round(perf_counter() - begun, 2), (llm.engines.target, llm.engines.draft)
+        seconds, engines = round(perf_counter() - begun, 2), (llm.target, llm.draft)
         memory = {each.spec.role: each.memory._asdict() for each in engines if isinstance(each, StaticEngine)}
     require(len(memory) == 2, "the engines are no static engines")
     return Findings(f"{seconds} s, every cache is written in place", {"seconds": seconds, "memory": memory})
@@ -109,7 +109,7 @@ def load_plans(bundle: Path) -> Findings:
 def capture_passes(bundle: Path) -> Findings:
     """Whether passes of some shapes become CUDA graphs, and whether a replay computes what the first run did."""
     with LLM(bundle, None) as llm:
-        engine = llm.engines.target
+        engine = llm.target
         require(isinstance(engine, StaticEngine), "the target is no static engine")
         differences = {}
         with captured_warnings() as refused:
@@ -169,7 +169,7 @@ def compare_texts(bundle: Path) -> Findings:
         by_host = llm.generate(texts, replace(params, logprobs=1))
         shared["chain, host"] = equal_tokens(plain, by_host, "the chain by the host")
         require(rounds.call_count == on_device, "the rounds to compare with ran on the device, too")
-        devices = [each.device for each in (llm.engines.target, llm.engines.draft) if isinstance(each, StaticEngine)]
+        devices = [each.device for each in (llm.target, llm.draft) if isinstance(each, StaticEngine)]
         expected = all(each.runs_rounds for each in devices)
     require(bool(on_device) == expected, f"{on_device} rounds ran on the device")
     summary = f"{on_device} rounds on the device; tokens of {TOKENS} equal to plain ones: {shared}"

@@ -26,15 +26,15 @@ from draftwood.cli.bench import add_chat, encode_prompts, read_prompts
 from draftwood.models.bindings import DRAFT, TARGET
 from draftwood.runtime.bundle.bundle import EngineBundle
 from draftwood.runtime.decoding.decoder import SpeculativeDecoder
+from draftwood.runtime.decoding.round import Outcome
+from draftwood.runtime.decoding.state import RequestState
 from draftwood.runtime.decoding.stats import SpecDecodeStats
 from draftwood.runtime.engines.base import Engine
 from draftwood.runtime.sampling.params import SamplingParams
 from draftwood.runtime.sampling.random import seeded_streams
 from draftwood.runtime.sampling.sampler import Sampler
 from draftwood.runtime.speculation.config import SpeculativeConfig
-from draftwood.runtime.speculation.graph.token_tree import TokenTree
 from draftwood.runtime.speculation.growers.baseline import sequoia
-from draftwood.runtime.speculation.verifier import Acceptance
 from draftwood.runtime.text.tokenizer import Tokenizer
 
 TEMPERATURES = (0.0, 0.6, 1.0)
@@ -62,9 +62,10 @@ class RankRecorder(SpeculativeDecoder):
 
     ranks: list[int]
 
-    def _commit(self, tree: TokenTree, acceptance: Acceptance) -> None:
-        self.ranks.append(acceptance.rows[0] - 1 if acceptance.rows else RANKS)
-        super()._commit(tree, acceptance)
+    def _record(self, stats: SpecDecodeStats, request: RequestState, outcome: Outcome) -> None:
+        rows = outcome.acceptance.rows
+        self.ranks.append(rows[0] - 1 if rows else RANKS)
+        super()._record(stats, request, outcome)
 
 
 class PairBenchmark:

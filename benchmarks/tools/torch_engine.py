@@ -53,7 +53,7 @@ class TorchEngine(SoloEngine):
         used = head if bindings.ACCEPTANCE.name in spec.outputs else None
         self._head = None if used is None else AcceptanceHead.from_trained(used)
 
-    def new_cache(self) -> TorchKVCache:
+    def new_cache(self, salt: str | None = None) -> TorchKVCache:
         return TorchKVCache(self.spec)
 
     @torch.inference_mode()

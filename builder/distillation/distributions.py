@@ -13,7 +13,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...runtime.decoding.chunk import TokenChunk
-from ...runtime.decoding.decoder import SpeculativeDecoder
 from ...runtime.engines.base import Pass
 from ...runtime.engines.passes import Steps
 from ...runtime.sampling.softmax import Softmax
@@ -58,12 +57,11 @@ class TopSelector:
 
 
 def recorded(
-    decoder: SpeculativeDecoder,
     steps: Steps[TokenChunk],
     select: Callable[[NDArray[np.float32]], TopTokens],
     rows: list[TopTokens],
 ) -> Steps[TokenChunk]:
-    """The steps of a plain decoder, which is closed at their end. Each pass that decides a token adds to `rows`."""
+    """The steps of plain decoding. Each pass that decides a token adds to `rows`."""
     try:
         answer = None
         while True:
@@ -76,4 +74,3 @@ def recorded(
                 rows.append(select(answer.logits[0]))  # now: the next pass overwrites the logits
     finally:
         steps.close()
-        decoder.close()

@@ -16,8 +16,7 @@ import numpy as np
 
 from ...runtime.decoding.chunk import TokenChunk
 from ...runtime.decoding.decoder import SpeculativeDecoder
-from ...runtime.decoding.job import Job
-from ...runtime.decoding.loop import Loop
+from ...runtime.decoding.request import Request
 from ...runtime.decoding.scheduler import Scheduler
 from ...runtime.decoding.stats import SpecDecodeStats
 from ...runtime.sampling.params import SamplingParams
@@ -103,7 +102,7 @@ class Draft:
 
 
 @dataclass(eq=False, slots=True, kw_only=True)
-class Segment(Job[TokenChunk]):
+class Segment(Request[TokenChunk]):
     """A part of a text that the target is writing: a question or an answer."""
 
     text: Draft
@@ -135,7 +134,8 @@ class TextWriter:
         for text in store.read():
             self._known.add(text.question)
             self._next = max(self._next, text.number + 1)
-        self._loop: Loop[Segment, TokenChunk] = Loop(Scheduler(requests, 0), (target.pool,), target.budget)
+        self._scheduler: Scheduler[TokenChunk]
+        self._scheduler = Scheduler(requests, pools=(target.pool,), slots=target.budget)
         self._requests = requests
 
     def write(self, stopped: Callable[[], bool]) -> Iterator[TextCounts]:
@@ -144,26 +144,28 @@ class TextWriter:
         texts = tokens = dropped = 0
         try:
             while not stopped():
-                while self._loop.scheduler.num_running < self._requests:
-                    self._loop.add(self._begin())
-                for event in self._loop.step():
+                while self._scheduler.queue.num_running < self._requests:
+                    self._scheduler.add(self._begin())
+                for event in self._scheduler.step():
                     if event.error is not None:
                         raise event.error
-                    if event.chunk is None or not self._advance(event.job, event.chunk):
+                    segment = event.request
+                    assert isinstance(segment, Segment)
+                    if event.chunk is None or not self._advance(segment, event.chunk):
                         continue
-                    following = self._follow(event.job)
+                    following = self._follow(segment)
                     if following is not None:
-                        self._loop.add(following)
-                    elif event.job.text.turn:
-                        done = event.job.text.finish(self._target.vocab_size)
+                        self._scheduler.add(following)
+                    elif segment.text.turn:
+                        done = segment.text.finish(self._target.vocab_size)
                         self._store.add(done)
                         texts, tokens = texts + 1, tokens + len(done.tokens)
                         yield TextCounts(texts, tokens, dropped)
                     else:
                         dropped += 1
         finally:
-            for job in self._loop.scheduler:
-                self._loop.remove(job)
+            for request in self._scheduler.queue:
+                self._scheduler.remove(request)
 
     def _advance(self, segment: Segment, chunk: TokenChunk) -> bool:
         """Add a chunk to a segment; returns whether the segment has ended."""
@@ -173,7 +175,7 @@ class TextWriter:
         count = len(segment.written)
         if segment.kind == QUESTION or count % CHECK_TOKENS or not is_repeating(segment.written):
             return False
-        self._loop.remove(segment)
+        self._scheduler.remove(segment)
         return True
 
     def _begin(self) -> Segment:
@@ -248,7 +250,7 @@ class TextWriter:
         decoder = SpeculativeDecoder(pool, None, None, pool.spec.capacity, eos)
         sampler = Sampler(params, text.tokens, eos, self._target.vocab_size)
         steps = decoder.steps(list(text.tokens), sampler, seeded_streams(seed), stats)
-        steps = recorded(decoder, steps, self._select, rows)
+        steps = recorded(steps, self._select, rows)
         slots = self._target.budget.needed(len(text.tokens), length)
         return Segment(
             steps=steps, write=lambda chunk: chunk, num_slots=slots, stats=stats, text=text, kind=kind, rows=rows

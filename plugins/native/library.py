@@ -177,7 +177,9 @@ class NativeLibrary:
         self._library.draftwood_open.argtypes = [POINTER(Model), c_int, c_int]
         self._library.draftwood_close.argtypes = [c_void_p]
         self._library.draftwood_close.restype = None
-        self._library.draftwood_forward.argtypes = [c_void_p, POINTER(Pass)]
+        # Runs a `Pass` on a handle; 0, or one of REFUSALS. Other Python threads go on meanwhile.
+        self.forward = self._library.draftwood_forward
+        self.forward.argtypes = [c_void_p, POINTER(Pass)]
         self._library.draftwood_linear.argtypes = [POINTER(Matrix), c_void_p, c_int, c_void_p]
         self._library.draftwood_round.restype = None
         self._library.draftwood_round.argtypes = [
@@ -207,12 +209,6 @@ class NativeLibrary:
 
     def close(self, handle: int) -> None:
         self._library.draftwood_close(handle)
-
-    def forward(self, handle: int, wanted: Pass) -> None:
-        """Run a pass; other Python threads go on meanwhile. Raises MemoryError, and KernelError for a token or a
-        position that the model does not have."""
-        if refusal := self._library.draftwood_forward(handle, wanted):
-            raise refused(refusal)
 
     def move(self, handle: int, cache: Cache, first: int, slots: NDArray[np.int64]) -> None:
         """Copy the rows in `slots`, int64 [n], to those from `first` on in every layer. Raises MemoryError."""
@@ -302,11 +298,6 @@ class NativeLibrary:
         if count > room:
             return self.likely(logits, temperature, share, count)
         return ids[:count], weights[:count]
-
-
-def refused(refusal: int) -> KernelError | MemoryError:
-    """The error of a pass that draftwood_forward refused."""
-    return MemoryError(REFUSALS[refusal]) if refusal == NO_MEMORY else KernelError(REFUSALS[refusal])
 
 
 def whole_blocks(matrix: NDArray[np.float32]) -> NDArray[np.float32]:

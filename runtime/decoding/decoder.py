@@ -4,11 +4,12 @@ chunk of token ids."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 
 from ...models.bindings import TOP_IDS
-from ..engines.base import Engine, ForwardOutput
-from ..engines.passes import Passes, Steps, forward, prefill_passes
-from ..engines.rounds import Rounds, RoundShape
+from ..engines.base import Engine, ForwardOutput, Pass
+from ..engines.passes import Passes, Steps, prefill_passes
+from ..engines.rounds import RoundShape
 from ..sampling.random import RandomStreams
 from ..sampling.sampler import Sampler, ScoredRows
 from ..sampling.softmax import softmax_of
@@ -18,7 +19,7 @@ from ..speculation.graph.token_tree import TokenTree, root_alone, unroll
 from ..speculation.growers.lookup import graft_chosen, graft_given
 from ..speculation.planning.budget import DraftBudget
 from ..speculation.planning.calibration import uncorrected
-from ..speculation.planning.controller import Controller, RoundPlan
+from ..speculation.planning.controller import RoundPlan
 from ..speculation.planning.cost import CostModel
 from ..speculation.planning.experience import Experience
 from ..speculation.planning.lookups import NO_MATCH
@@ -26,10 +27,8 @@ from ..speculation.proposer import DraftProposer
 from ..speculation.stopwatch import Stopwatch
 from ..speculation.verifier import Acceptance, end_before_nothing, match_best
 from .chunk import LENGTH, TokenChunk
-from .job import Job
 from .logprobs import output_logprobs, read_prompt
-from .loop import drive
-from .request_state import RequestState
+from .request import Request
 from .round import (
     END_OF_ROOM,
     NO_SPECULATION,
@@ -41,6 +40,8 @@ from .round import (
     growth_end,
     propose_found,
 )
+from .scheduler import drive
+from .state import RequestState
 from .stats import SpecDecodeStats
 from .whole_rounds import run_whole, shape_of
 
@@ -53,8 +54,8 @@ def count_one() -> int:
 
 
 class SpeculativeDecoder:
-    """Decodes one request at a time with a target engine and, if `config` asks for one, a draft engine. The last
-    committed token (the root) is in no cache. A round scores it together with the proposal below it."""
+    """Decodes with a target engine and, if `config` asks for one, a draft engine. The last committed token (the root)
+    is in no cache. A round scores it together with the proposal below it."""
 
     def __init__(
         self,
@@ -68,42 +69,17 @@ class SpeculativeDecoder:
         experience: Experience | None = None,
         budget: DraftBudget | None = None,
     ) -> None:
-        """Open a cache of each engine. costs: the cost model of both engines; rounds are planned by it where `config`
-        has the budget "cost". sharing: returns how many requests share passes at present. experience: measurements of
-        earlier requests; by default this decoder collects its own. budget: of the draft tokens of all requests that
-        share passes. Raises EngineError when an engine has no cache left."""
-        self._sharing = sharing
+        """costs: the cost model of both engines; rounds are planned by it where `config` has the budget "cost".
+        sharing: returns how many requests share passes at present. experience: measurements of earlier requests; by
+        default this decoder collects its own. budget: of the draft tokens of all requests that share passes."""
+        self._target, self._costs, self._sharing = target, costs, sharing
         self._experience = Experience() if experience is None else experience
         self._budget = budget
-        self._controller: Controller | None = None  # of the present request
-        self._target = target
-        self._costs = costs
+        self._config = config if draft is not None or config is None or not config.drafts else None
+        self._draft = draft if self._config is not None and self._config.drafts else None
+        self._max_length, self._eos = max_length, frozenset(eos)
         # By a plan's depth, size, chain and chosen, and whether it is for temperature 0.
         self._rules: dict[tuple[tuple[int, int, bool, bool] | None, bool], Rules] = {}
-        drafts = config is not None and config.drafts
-        self._config = config if draft is not None or not drafts else None
-        self._max_length = max_length
-        self._eos = frozenset(eos)
-        self._proposer: DraftProposer | None = None
-        self._rounds: Rounds | None = None
-        self._cache = target.new_cache()
-        try:
-            if draft is not None and drafts:
-                self._proposer = DraftProposer(draft)
-                self._rounds = self._proposer.rounds(target, self._cache)
-        except BaseException:
-            self._cache.close()
-            raise
-
-    def close(self) -> None:
-        """Close the caches, and leave the budget. A second call does nothing."""
-        if self._controller is not None:
-            self._controller.leave()
-        if self._rounds is not None:
-            self._rounds.close()
-        self._cache.close()
-        if self._proposer is not None:
-            self._proposer.close()
 
     def generate(
         self,
@@ -116,10 +92,10 @@ class SpeculativeDecoder:
         """Yield one chunk per round until the text ends. `stats` is updated before each chunk is yielded.
 
         observe: called with every round before its tokens are committed, until it returns True. It consumes no
-        randomness, and its time is not part of `stats`.
+        randomness, and its time is not part of `stats`. Raises EngineError when an engine has no cache left.
         """
         steps = self.steps(prompt, sampler, streams, stats, observe)
-        return drive(Job(steps=steps, write=lambda chunk: chunk, stats=stats))
+        return drive(Request(steps=steps, write=lambda chunk: chunk, stats=stats))
 
     def steps(
         self,
@@ -128,12 +104,29 @@ class SpeculativeDecoder:
         streams: RandomStreams,
         stats: SpecDecodeStats,
         observe: Observer | None = None,
+        salt: str | None = None,
     ) -> Steps[TokenChunk]:
         """The same for a caller that runs the passes. Yields each pass that it needs and receives the pass's output;
-        yields each chunk and receives None."""
+        yields each chunk and receives None. salt: see Engine.new_cache."""
+        observed = observe is not None
+        request = RequestState(prompt, sampler, streams, self._max_length, self._eos, self._config, observed)
+        with ExitStack() as caches:
+            cache = self._target.new_cache(salt)
+            caches.callback(cache.close)
+            request.cache = cache
+            if self._draft is not None:
+                request.proposer = DraftProposer(self._draft, request.tokens, salt)
+                caches.callback(request.proposer.close)
+                request.rounds = self._target.rounds(cache, self._draft, request.proposer.cache)
+                if request.rounds is not None:
+                    caches.callback(request.rounds.close)
+            yield from self._decode(request, stats, observe)
+
+    def _decode(self, request: RequestState, stats: SpecDecodeStats, observe: Observer | None) -> Steps[TokenChunk]:
+        """Read the prompt, and run rounds until the text ends."""
         reading, decoding = Stopwatch(), Stopwatch()
         with reading:
-            request = yield from self._begin(prompt, sampler, streams, observe is not None)
+            yield from self._read(request)
         stats.prompt_seconds = reading.seconds
         finish_reason = None if request.tokens_left else LENGTH
         if finish_reason is not None:
@@ -142,98 +135,95 @@ class SpeculativeDecoder:
             with decoding:
                 outcome = yield from self._round(request)
                 kept, finish_reason = request.cut(outcome.token_ids)
-                logprobs = output_logprobs(outcome.logits, outcome.acceptance.rows, outcome.token_ids[:kept], sampler)
+                rows, token_ids = outcome.acceptance.rows, outcome.token_ids[:kept]
+                logprobs = output_logprobs(outcome.logits, rows, token_ids, request.sampler)
                 self._record(stats, request, outcome)
             if observe is not None:
                 seconds = self._lap(request, decoding)
-                if observe(describe_round(outcome, sampler, kept, finish_reason, seconds)):
+                if observe(describe_round(outcome, request.sampler, kept, finish_reason, seconds)):
                     observe = None
             with decoding:
                 request.commit(outcome.token_ids, kept)
                 stats.num_tokens += kept
             stats.decode_seconds = decoding.seconds
-            num_drafted = min(kept, len(outcome.acceptance.rows))
-            yield TokenChunk(outcome.token_ids[:kept], num_drafted, logprobs, finish_reason, request.prompt_logprobs)
+            yield TokenChunk(token_ids, min(kept, len(rows)), logprobs, finish_reason, request.prompt_logprobs)
             request.prompt_logprobs = None
 
     def _round(self, request: RequestState) -> Passes[Outcome]:
-        """Run one round: propose, verify, commit, learn."""
+        """Run one round: plan, propose, verify, commit, learn."""
         plan = self._plan(request)
         shape = self._whole_shape(request, plan)
-        if shape is not None and self._rounds is not None and self._proposer is not None:
-            return (yield from run_whole(self._rounds, self._proposer, request, plan, shape))
+        if shape is not None and request.rounds is not None and request.proposer is not None:
+            return (yield from run_whole(request.rounds, request.proposer, request, plan, shape))
         proposal = yield from self._propose(request, plan)
-        output, acceptance = yield from self._verify(request, plan, proposal.tree)
-        request.time_pass(len(proposal.tree))
-        self._commit(proposal.tree, acceptance)
-        token_ids = [*(proposal.tree.token_ids[row] for row in acceptance.rows), acceptance.next_token]
-        request.learn(plan, proposal.tree, acceptance, token_ids)
-        num_drafted, num_merged = len(proposal.tree) - 1, sum(proposal.tree.merged)
-        return Outcome(plan, num_drafted, num_merged, output.logits, acceptance, token_ids, proposal)
+        tree = proposal.tree
+        output, acceptance = yield from self._verify(request, plan, tree)
+        request.time_pass(len(tree))
+        request.cache.commit([0, *acceptance.rows])
+        if request.proposer is not None and len(tree) - 1 > len(tree.certain):
+            request.proposer.commit(tree, acceptance.rows)
+        token_ids = [*(tree.token_ids[row] for row in acceptance.rows), acceptance.next_token]
+        request.learn(plan, tree, acceptance, token_ids)
+        return Outcome(plan, len(tree) - 1, sum(tree.merged), output.logits, acceptance, token_ids, proposal)
 
     def _whole_shape(self, request: RequestState, plan: RoundPlan | None) -> RoundShape | None:
         """The shape of the next round if an engine runs it as a whole; None if the host runs it pass by pass. No other
         place decides this."""
-        if self._rounds is None or self._proposer is None or self._config is None:
+        rounds, proposer = request.rounds, request.proposer
+        if rounds is None or proposer is None or self._config is None or proposer.outgrown:
             return None
         if request.sampler.follows_path or not request.may_run_whole:
             return None
-        if (plan is not None and (plan.given or not plan.depth)) or self._proposer.outgrown:
+        if plan is not None and (plan.given or not plan.depth):
             return None
         rules = self._rules_of(self._config, plan, request.greedy)
         # A drawn tree is as deep as it was planned.
         may_end = plan is not None and rules.shape is not None and rules.shape.is_tree
         shape = shape_of(rules.shape, request.draws, request.tokens_left, may_end)
-        return shape if shape is not None and self._rounds.fits(shape, len(self._proposer.pending)) else None
+        return shape if shape is not None and rounds.fits(shape, proposer.num_unread) else None
 
-    def _begin(
-        self, prompt: Sequence[int], sampler: Sampler, streams: RandomStreams, observed: bool
-    ) -> Passes[RequestState]:
-        """Start a request: both engines read the prompt without its last token, which becomes the first root.
+    def _read(self, request: RequestState) -> Passes[None]:
+        """Both engines read the prompt without its last token, which becomes the first root.
 
         Each request learns from its own rounds only. The plans of its rounds may also depend on earlier requests and on
         requests that run at the same time. They do not where the text depends on the plans, see
         SamplingParams.is_seeded."""
+        sampler, prompt, proposer = request.sampler, request.tokens, request.proposer
         sampler.use(softmax_of(self._target))
-        self._cache.truncate(0)
-        prompt_logprobs = None
         if sampler.params.prompt_logprobs is None:
-            yield from prefill_passes(self._target, self._cache, prompt[:-1], output_read=False)
+            yield from prefill_passes(self._target, request.cache, prompt[:-1], output_read=False)
         else:
             count = sampler.params.prompt_logprobs
-            prompt_logprobs = yield from read_prompt(self._target, self._cache, prompt, count)
+            request.prompt_logprobs = yield from read_prompt(self._target, request.cache, prompt, count)
         controller = None
         if self._config is not None and self._costs is not None:
             experience, budget = (None, None) if sampler.params.is_seeded else (self._experience, self._budget)
-            widths, greedy = self._target.spec.widths, sampler.params.greedy
-            draft_context = None if self._proposer is None else self._proposer.context
-            controller = self._config.controller(self._costs, widths, greedy, experience, budget, draft_context)
-        self._controller = controller
-        sharing = count_one if sampler.params.is_seeded else self._sharing
-        request = RequestState(
-            prompt, sampler, streams, self._max_length, self._eos, self._config, controller, sharing, observed
-        )
-        request.prompt_logprobs = prompt_logprobs
-        if self._proposer is not None and request.tokens_left:
-            # Where the controller expects no gain from speculation, the draft does not read the prompt yet.
-            unread = self._proposer.readable(len(prompt))
-            read = controller is None or controller.worth_reading(
-                len(prompt), request.tokens_left - 1, request.sharing(), unread
+            draft_context = None if proposer is None else proposer.context
+            controller = self._config.controller(
+                self._costs, self._target.spec.widths, request.greedy, experience, budget, draft_context
             )
-            yield from self._proposer.start(prompt, read)
-        return request
+        request.controller = controller
+        if proposer is not None and request.tokens_left:
+            # Where the controller expects no gain from speculation, the draft does not read the prompt yet.
+            left, sharing = request.tokens_left - 1, self._num_sharing(request)
+            if controller is None or controller.worth_reading(len(prompt), left, sharing, proposer.num_unread):
+                yield from proposer.read()
+
+    def _num_sharing(self, request: RequestState) -> int:
+        """How many requests share passes; 1 for a request whose plans must not depend on others."""
+        return 1 if request.sampler.params.is_seeded else self._sharing()
 
     def _plan(self, request: RequestState) -> RoundPlan | None:
         """The plan of the next round; None where rounds are not planned or no proposed token fits."""
         controller, max_depth = request.controller, request.tokens_left - 1
         if controller is None or max_depth < 1:
             return None
-        sharing = request.sharing()
-        drafted = 0 if self._proposer is None else max_depth
+        sharing = self._num_sharing(request)
+        drafted = 0 if request.proposer is None else max_depth
         plan = controller.held(drafted, sharing)
         if plan is None:
-            unread = 1 if self._proposer is None else self._proposer.unread
-            plan = controller.plan(request.length, drafted, sharing, unread)
+            unread = 1 if request.proposer is None else request.proposer.num_unread
+            plan = controller.plan(len(request.tokens), drafted, sharing, unread)
         if not self._looks_up(request) or not controller.considers_lookups(plan):
             request.match = NO_MATCH
             return plan
@@ -243,14 +233,14 @@ class SpeculativeDecoder:
     def _looks_up(self, request: RequestState) -> bool:
         """Whether a prompt lookup may take the place of a planned round."""
         # Beside rounds on a device the cost of a lookup was never measured.
-        return self._rounds is None and self._config is not None and self._config.looks_up(request.greedy)
+        return request.rounds is None and self._config is not None and self._config.looks_up(request.greedy)
 
     def _propose(self, request: RequestState, plan: RoundPlan | None) -> Passes[Proposal]:
         """The round's proposal; it is the root alone where the plan wants no proposal or no proposed token fits."""
         graph, max_depth = TokenGraph(request.root), request.tokens_left - 1
         if self._config is None or max_depth < 1:
             return Proposal(graph, root_alone(request.root), NO_SPECULATION if self._config is None else END_OF_ROOM)
-        if self._proposer is None or (plan is not None and plan.given):
+        if request.proposer is None or (plan is not None and plan.given):
             return propose_found(request.root, request.look_up(max_depth), plan)
         if plan is not None and not plan.depth:
             return Proposal(graph, root_alone(request.root), NOT_WORTH_IT)
@@ -263,7 +253,7 @@ class SpeculativeDecoder:
         grower, stopper = rules.grower(depth, estimate), rules.stopper(estimate)
         ranking_only = rules.ranks and not sampler.follows_path
         draft = request.streams.draft
-        by_rule = yield from self._proposer.propose(graph, grower, stopper, sampler, draft, ranking_only)
+        by_rule = yield from request.proposer.propose(graph, grower, stopper, sampler, draft, ranking_only)
         if found and rules.chooses:
             graft_chosen(graph, found)
         tree, reason = unroll(graph, rules.max_tokens, max_depth), ""
@@ -284,8 +274,8 @@ class SpeculativeDecoder:
             ranks = TOP_IDS.name in self._target.spec.outputs  # then its most probable tokens are enough, no logits
             follows_path, wanted = request.sampler.follows_path, request.sampler.wanted
             needs_best = ranks and request.greedy and not (request.needs_logits or follows_path)
-            batch = tree.to_batch(self._target.spec, self._cache.length, needs_best, wanted)
-            output = yield from forward(self._target, batch, self._cache)
+            batch = tree.to_batch(self._target.spec, request.cache.length, needs_best, wanted)
+            output = yield Pass(self._target, batch, request.cache)
         if batch.ranking_only and output.top_ids is not None:
             return output, match_best(tree, output.top_ids[:, 0])
         scored, streams = ScoredRows(request.sampler, output.logits, output.softmaxes), request.streams
@@ -293,16 +283,6 @@ class SpeculativeDecoder:
             return output, Acceptance([], scored.choose(0, [], streams.target))
         verify = self._rules_of(self._config, plan, request.greedy).verify
         return output, end_before_nothing(tree, verify(tree, scored, streams))
-
-    def _commit(self, tree: TokenTree, acceptance: Acceptance) -> None:
-        """Keep the cache rows of the accepted path, in both engines."""
-        self._cache.commit([0, *acceptance.rows])
-        if self._proposer is None:
-            return
-        if len(tree) - 1 > len(tree.certain):
-            self._proposer.commit(tree, acceptance.rows, acceptance.next_token)
-        else:
-            self._proposer.skip([*(tree.token_ids[row] for row in acceptance.rows), acceptance.next_token])
 
     def _record(self, stats: SpecDecodeStats, request: RequestState, outcome: Outcome) -> None:
         """Add a round to the request's counts."""
@@ -313,12 +293,12 @@ class SpeculativeDecoder:
         if outcome.num_drafted:
             stats.record_round(outcome.num_drafted, len(outcome.acceptance.rows))
             stats.num_merged_tokens += outcome.num_merged
-        if self._proposer is not None and (outcome.plan is None or outcome.plan.depth):
-            stats.draft_passes, stats.draft_rows = self._proposer.passes, self._proposer.rows
-            stats.draft_seconds = self._proposer.scoring.seconds
+        if request.proposer is not None and (outcome.plan is None or outcome.plan.depth):
+            stats.draft_passes, stats.draft_rows = request.proposer.passes, request.proposer.rows
+            stats.draft_seconds = request.proposer.scoring.seconds
 
     def _lap(self, request: RequestState, decoding: Stopwatch) -> tuple[float, float, float]:
         """Seconds of the latest round: in the draft, in the target, and on the host."""
-        draft = 0.0 if self._proposer is None else self._proposer.scoring.lap()
+        draft = 0.0 if request.proposer is None else request.proposer.scoring.lap()
         target = request.scoring.lap()
         return draft, target, decoding.lap() - draft - target

@@ -8,10 +8,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ..engines.base import Engine, KVCache, TokenBatch
-from ..engines.passes import Passes, forward
+from ..engines.base import Engine, KVCache, Pass, TokenBatch
+from ..engines.passes import Passes
 from ..sampling.sampler import Sampler, largest, log_softmax
 from .chunk import TokenLogprob
+
+# Rows of a pass over a prompt whose log-probabilities are wanted: each takes the host up to 3 ms, and others wait.
+SCORED_ROWS = 16
 
 
 def output_logprobs(
@@ -33,12 +36,11 @@ def read_prompt(engine: Engine, cache: KVCache, prompt: Sequence[int], count: in
     because their logits are not kept."""
     found: list[TokenLogprob | None] = [None]
     while (start := len(found) - 1) < len(prompt) - 1:
-        most = min(engine.chunk_size(len(prompt) - 1 - start, cache.length, scored=True), engine.spec.max_width)
-        chunk = prompt[start : min(start + most, len(prompt) - 1)]
+        chunk = prompt[start : min(start + SCORED_ROWS, start + engine.spec.max_width, len(prompt) - 1)]
         rows = len(chunk)
         positions, mask = np.arange(start, start + rows), np.tri(rows, dtype=np.bool_)
         batch = TokenBatch.pad(chunk, positions, mask, engine.spec.width_for(rows))
-        output = yield from forward(engine, batch, cache)
+        output = yield Pass(engine, batch, cache)
         following = prompt[start + 1 : start + 1 + rows]
         found += [logprob_of(output.logits[row], token, count) for row, token in enumerate(following)]
         cache.commit(range(rows))

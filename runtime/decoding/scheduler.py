@@ -1,151 +1,298 @@
-"""Scheduler: decides which requests run and in which order. It works for requests of any type and runs no pass."""
+"""Scheduler: runs the requests of a stream, a list of prompts, a conversation or a server, pass by pass.
+
+Passes of several requests over the same engine run as one. Requests start and end between passes (continuous
+batching).
+"""
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Hashable, Iterator
-from itertools import chain
-from typing import Generic, TypeVar
+from collections.abc import Callable, Generator, Hashable, Iterator, Sequence
+from contextlib import closing, suppress
+from threading import Condition, current_thread, main_thread
+from time import perf_counter
+from typing import Generic
 
-from ...models.errors import ConfigError, DraftwoodError, RequestError, shown
+from ...models.bindings import DRAFT
+from ..engines.base import Engine, ForwardOutput, Pass
+from ..engines.shared.memory import CacheBudget, OutOfMemoryError
+from ..speculation.planning.budget import DraftBudget
+from .prefill import PrefillLimit, count_rows
+from .queue import FairQueue
+from .request import AnyRequest, C, Event, Request
 
-R = TypeVar("R")
-
-
-def check_hashable(name: str, value: object) -> None:
-    """Raises RequestError for a value that cannot tell requests apart."""
-    try:
-        hash(value)
-    except TypeError as error:
-        raise RequestError(f"{name} must be hashable, such as text, not {shown(value)}") from error
-
-
-class QueueFullError(DraftwoodError):
-    """All places are taken, or all places that this client may use. The client may retry later."""
+MAX_RUNNING = 32  # default number of requests that run at a time
+MAX_TURNS = 8  # the same on engines that join no passes: more would take memory and save no time
+UNBOUNDED = CacheBudget(None, 0, 0)
 
 
-def is_within_share(held: int, taken: int, places: int) -> bool:
-    """Whether a client may take another place. held: the places of this client. taken: the places of all clients.
+class Scheduler(Generic[C]):
+    """Runs requests pass by pass. An error in a request's round ends that request only.
 
-    A client may take a place while it holds no more places than are free. A single client thus gets little more than
-    half of the places, and each further client about half of the rest."""
-    return taken < places and held <= places - taken
-
-
-def max_client_places(places: int) -> int:
-    """The number of places that a client can take while no other client has any."""
-    return (places + 2) // 2 if places else 0
-
-
-class Scheduler(Generic[R]):
-    """Admits requests, and orders the running requests by round robin.
-
-    At most `max_running` requests run, since each of them holds caches. At most `max_waiting` requests wait, and
-    `is_within_share` limits the waiting requests of each client. A free place goes to the next client in turn, within
-    the client to its next user in turn, and then to the user's earliest request. A newly admitted request runs behind
-    all other running requests, so it waits for at most one turn of each of them.
+    A request starts when the free cache slots suffice for the `num_slots` that it can need; while it waits for slots,
+    so do those after it. One thread calls `step`. Other threads may add requests and read `queue` while they hold
+    `changed`.
     """
 
-    def __init__(self, max_running: int, max_waiting: int) -> None:
-        """Raises ConfigError for limits that allow no request."""
-        if max_running < 1 or max_waiting < 0:
-            raise ConfigError(
-                f"max_running must be at least 1 and max_waiting at least 0, not {max_running} and {max_waiting}"
-            )
-        self.max_running = max_running
-        self.max_waiting = max_waiting
-        self.num_waiting = 0
-        self._running: deque[R] = deque()  # the next one to run first
-        # By client, then by user, in the order of their turns; the earliest request first. Clients and users without
-        # waiting requests are removed.
-        self._waiting: dict[Hashable, dict[Hashable, deque[R]]] = {}
+    def __init__(
+        self,
+        max_running: int,
+        max_waiting: int = 0,
+        target: Engine | None = None,
+        draft: Engine | None = None,
+        pools: Sequence[Engine] = (),
+        slots: CacheBudget = UNBOUNDED,
+        prefill: PrefillLimit | None = None,
+        drafts: DraftBudget | None = None,
+    ) -> None:
+        """target, draft: the engines of its requests. pools: those of them whose caches are its own. slots: those of
+        these caches that the requests may use together. prefill: how long running texts wait for prompts; None: as
+        long as it takes. drafts: the budget of draft tokens; None: one that follows no clock."""
+        self.queue: FairQueue[Request[C]] = FairQueue(max_running, max_waiting)
+        self.changed = Condition()
+        self.target, self.draft, self.slots = target, draft, slots
+        self.drafts = DraftBudget() if drafts is None else drafts
+        self.num_sharing = 1  # requests that share passes at present
+        self.pools = pools
+        self._prefill = prefill
+        self._slot_limit = slots.slots  # for all requests; smaller than `slots` after memory ran out
+        self._freed = False  # whether unused memory was freed since the last successful pass
+        self._num_added = 0
 
-    @property
-    def num_running(self) -> int:
-        return len(self._running)
+    def add(self, request: Request[C], client: Hashable = None, user: Hashable = None) -> None:
+        """Queue a request, see FairQueue.submit. Raises QueueFullError."""
+        with self.changed:
+            self.queue.submit(request, client, user)
+            self._num_added += 1
+            request.number = self._num_added
+            self.changed.notify_all()
 
-    def __len__(self) -> int:
-        return self.num_running + self.num_waiting
+    def remove(self, request: Request[C]) -> None:
+        """End a running or waiting request: close its caches and free its place."""
+        request.ended, request.next_pass = True, None
+        with suppress(BaseException):  # the generator may raise when it is closed
+            request.steps.close()
+        with self.changed:
+            self.queue.remove(request)
 
-    def __iter__(self) -> Iterator[R]:
-        """All running and waiting requests, from a copy: requests may be removed during the iteration."""
-        queues = chain.from_iterable(users.values() for users in self._waiting.values())
-        return iter([*self._running, *chain.from_iterable(queues)])
+    def close(self) -> None:
+        """Free the caches of the pools."""
+        for pool in self.pools:
+            pool.close()
 
-    def submit(self, request: R, client: Hashable = None, user: Hashable = None) -> None:
-        """Admit a request, or queue it.
+    def run(
+        self, requests: Sequence[Request[C]], stopped: Callable[[], bool] = lambda: False
+    ) -> Generator[tuple[Request[C], C], None, None]:
+        """Yield the chunks of these requests in the order of their computation. The first error of one is raised. An
+        error, or the end of the iteration by the caller, ends all requests; so does `stopped`, which is called before
+        each pass, when it returns True."""
+        try:
+            for request in requests:
+                self.add(request)
+            while self.queue.running and not stopped():
+                for request, chunk, error in self.step():
+                    if error is not None:
+                        raise error
+                    if chunk is not None:
+                        yield request, chunk
+        finally:
+            for request in self.queue:
+                self.remove(request)
 
-        client: the sender of the request; None stands for all senders together and may take every place. user: the
-        client's user that the request belongs to. Raises QueueFullError when all places, or all that this client may
-        use, are taken, and RequestError for a client or user that is not hashable.
-        """
-        check_hashable("client", client)
-        check_hashable("user", user)
-        if self.num_running == self.max_running:
-            self._check_room(client)
-        self._waiting.setdefault(client, {}).setdefault(user, deque()).append(request)
-        self.num_waiting += 1
-        self._admit()
-
-    def _check_room(self, client: Hashable) -> None:
-        held = 0 if client is None else self._count_waiting(client)
-        if self.num_waiting >= self.max_waiting:
-            raise QueueFullError(
-                f"{self.num_running} requests are running and {self.num_waiting} waiting, the most that this server "
-                "accepts: retry later, or start it with a larger --max-waiting"
-            )
-        if not is_within_share(held, self.num_waiting, self.max_waiting):
-            raise QueueFullError(
-                f"{held} requests of this client are waiting, and the {self.max_waiting - self.num_waiting} free "
-                "places are kept for other clients: retry later, or start the server with a larger --max-waiting"
-            )
-
-    def _count_waiting(self, client: Hashable) -> int:
-        """The number of waiting requests of a client."""
-        return sum(map(len, self._waiting.get(client, {}).values()))
-
-    @property
-    def running(self) -> tuple[R, ...]:
-        """The running requests, the next one to run first."""
-        return tuple(self._running)
-
-    def rotate(self, request: R) -> None:
-        """Move a running request behind all other running requests."""
-        self._running.remove(request)
-        self._running.append(request)
-
-    def remove(self, request: R) -> None:
-        """Remove a running or waiting request; the next waiting request is admitted. Raises ValueError when the request
-        is neither running nor waiting."""
-        if request in self._running:
-            self._running.remove(request)
+    def step(self) -> Iterator[Event[C]]:
+        """Run the next pass, joined for as many requests as fit into it; yields what happened, request by request."""
+        running = list(self.queue.running)
+        if self.num_sharing == len(running) == 1 and running[0].writes_alone:
+            served = running
         else:
-            self._remove_waiting(request)
-        self._admit()
+            yield from self._start(running)
+            served = select_joint([request for request in running if request.next_pass is not None], self._prefill)
+        passes = [request.next_pass for request in served if request.next_pass is not None]
+        if not passes:
+            return
+        start = perf_counter()
+        try:
+            outputs = passes[0].engine.forward(passes)
+        except BaseException as error:
+            yield from self._recover(served, passes, error)
+            return
+        self._freed = False
+        if len(running) > 1:
+            self._note(served, running, passes, perf_counter() - start)
+        for request, output in zip(served, outputs, strict=True):
+            yield from self._advance(request, output)
 
-    def _remove_waiting(self, request: R) -> None:
-        """Remove a waiting request. Raises ValueError when it does not wait."""
-        for client, users in self._waiting.items():
-            for user, requests in users.items():
-                if request in requests:
-                    requests.remove(request)
-                    self.num_waiting -= 1
-                    if not requests:
-                        del users[user]
-                    if not users:
-                        del self._waiting[client]
-                    return
-        raise ValueError("this request is neither running nor waiting")
+    def _start(self, running: Sequence[Request[C]]) -> Iterator[Event[C]]:
+        """Start the waiting requests for which there are free slots, in the order of admission, and prepare the next
+        passes over prompts: rows that a cache already holds are taken over, and passes that others would wait for are
+        split."""
+        started = [request for request in running if request.started]
+        if not started and self._slot_limit != self.slots.slots:  # memory may be free again
+            self._set_slot_limit(self.slots.slots)
+        free = None if self._slot_limit is None else self._slot_limit - sum(each.num_slots for each in started)
+        for request in running:
+            if not request.started:
+                if free is not None:
+                    free -= request.num_slots
+                    if free < 0:
+                        break
+                started.append(request)
+        self.num_sharing = max(1, len(started))
+        for request in started:
+            if not request.started:
+                request.started = True
+                yield Event(request)
+                yield from self._resume(request, None)
+            yield from self._recall(request)
+            self._split(request)
 
-    def _admit(self) -> None:
-        while self._waiting and len(self._running) < self.max_running:
-            client = next(iter(self._waiting))
-            users = self._waiting.pop(client)
-            user = next(iter(users))
-            requests = users.pop(user)
-            self._running.append(requests.popleft())
-            self.num_waiting -= 1
-            if requests:
-                users[user] = requests  # behind the client's other users
-            if users:
-                self._waiting[client] = users  # behind the other clients
+    def _note(self, served: list[Request[C]], running: Sequence[Request[C]], passes: list[Pass], took: float) -> None:
+        """Learn from a pass that requests may share: what it took, and how long running texts waited for prompts."""
+        engine, writing = passes[0].engine, [request for request in served if request.writes]
+        if engine.spec.role != DRAFT and not engine.runs_rounds and len(writing) == len(served):
+            context = sum(each.cache.length for each in passes) // len(passes)
+            self.drafts.observe_pass(count_rows(passes), len(passes), context, took)
+        if self._prefill is not None and len(writing) < len(served):
+            texts, prompts = ([each.next_pass for each in served if each.writes == kind] for kind in (True, False))
+            added = self._prefill.added([each for each in texts if each], [each for each in prompts if each])
+            for request in running:
+                request.waited += added if request.writes else 0.0
+
+    def _split(self, request: Request[C]) -> None:
+        """Split a request's pass over a prompt that would keep running texts waiting."""
+        wanted = request.next_pass
+        if wanted is None or request.writes or request.rest is not None or self.num_sharing == 1:
+            return
+        spec, texts = wanted.engine.spec, any(other.running for other in self.queue.running)
+        most = self._prefill.most_rows(spec, wanted.cache.length) if self._prefill and texts else spec.max_width
+        if wanted.batch.num_tokens > most and len(wanted.batch.output_rows) == 1:
+            request.next_pass, request.rest = wanted.split(most)
+
+    def _recall(self, request: Request[C]) -> Iterator[Event[C]]:
+        """Advance a request over the rows of its next passes that its engine's cache already holds."""
+        while (wanted := request.next_pass) is not None:
+            try:
+                rest = wanted.engine.recall(wanted)
+            except MemoryError as error:  # the state of the request's cache is unknown
+                yield self._fail(request, error)
+                return
+            if rest is wanted:
+                return
+            if wanted.engine.spec.role != DRAFT:
+                request.stats.num_cached_tokens += wanted.batch.num_tokens - (rest.batch.num_tokens if rest else 0)
+            request.next_pass = rest
+            if rest is None:
+                yield from self._resume(request, None)
+
+    def _advance(self, request: Request[C], output: ForwardOutput) -> Iterator[Event[C]]:
+        """Give a request the output of its pass. It then runs after all other running requests."""
+        request.next_pass = None
+        if len(self.queue.running) > 1:
+            with self.changed:
+                self.queue.rotate(request)
+        if request.rest is not None:
+            request.next_pass, request.rest = request.rest, None
+            return
+        yield from self._resume(request, output)
+
+    def _resume(self, request: Request[C], answer: ForwardOutput | None) -> Iterator[Event[C]]:
+        """Resume a request until it wants its next pass or ends. answer: the output of its last pass."""
+        while not request.ended:
+            try:
+                step = request.steps.send(answer)
+                chunk = None if isinstance(step, Pass) else request.write(step)
+            except BaseException as error:  # any error of a request's own code ends this request only
+                yield self._fail(request, error)
+                return
+            if isinstance(step, Pass):
+                request.next_pass = step
+                return
+            answer = None
+            request.running, request.waited = True, 0.0
+            if chunk is not None and chunk.finish_reason is not None:
+                self.remove(request)
+            yield Event(request, chunk)
+
+    def _recover(self, served: list[Request[C]], passes: list[Pass], error: BaseException) -> Iterator[Event[C]]:
+        """After an error of a shared pass, which has changed nothing: free memory if it ran out, else run each pass by
+        itself to find out which request caused the error."""
+        if is_interrupt(error):
+            raise error
+        if isinstance(error, MemoryError) and self.pools:
+            if not self._freed:
+                self._freed = True
+                with suppress(MemoryError):
+                    for pool in self.pools:
+                        pool.release()
+                return
+            ended = list(self._end_latest(passes[0].engine))
+            yield from ended
+            if ended:
+                return
+        for request, wanted in zip(served, passes, strict=True):
+            try:
+                output = wanted.run()
+            except BaseException as own:  # any error of this pass ends this request only
+                yield self._fail(request, out_of_memory() if isinstance(own, MemoryError) else own)
+            else:
+                yield from self._advance(request, output)
+
+    def _end_latest(self, full: Engine) -> Iterator[Event[C]]:
+        """End the latest requests that do not fit into the present size of an engine's cache, because a pass failed
+        again. The caches grow no further until all requests have ended."""
+        self._freed = False
+        started = [request for request in self.queue.running if request.next_pass]
+        if full.allocated is None:
+            return
+        self._set_slot_limit(full.allocated - self.slots.padding)
+        taken = 0
+        for place, request in enumerate(sorted(started, key=lambda each: each.number)):
+            taken += request.num_slots
+            if taken > (self._slot_limit or 0) or (place == 0 and len(started) == 1):
+                yield self._fail(request, out_of_memory())
+
+    def _set_slot_limit(self, slots: int | None) -> None:
+        """Set the most slots that all requests together may use."""
+        self._slot_limit = slots
+        for pool in self.pools:
+            pool.set_limit(None if slots is None else slots + self.slots.padding)
+
+    def _fail(self, request: Request[C], error: BaseException) -> Event[C]:
+        """End a request because of an error. Raises the error if it is the user's interrupt."""
+        self.remove(request)
+        if is_interrupt(error):
+            raise error
+        return Event(request, None, error)
+
+
+def select_joint(waiting: Sequence[AnyRequest], prefill: PrefillLimit | None = None) -> list[AnyRequest]:
+    """The requests of the next pass: those at the front of `waiting` that want the same engine, as many as the engine
+    joins into one pass. The draft engine has priority over the target, so drafting requests reach the target together.
+    prefill: lets prompts wait for running texts."""
+    passes = [(request, request.next_pass) for request in waiting if request.next_pass is not None]
+    if len(passes) < 2:
+        return [request for request, _ in passes]
+    if prefill is not None and any(request.writes for request, _ in passes):
+        waited = max(request.waited for request, _ in passes if request.writes)
+        admitted = prefill.admit([(wanted, request.writes) for request, wanted in passes], waited)
+        passes = [each for each, is_admitted in zip(passes, admitted, strict=True) if is_admitted]
+    engine = next((wanted.engine for _, wanted in passes if wanted.engine.spec.role == DRAFT), passes[0][1].engine)
+    mine = [(request, wanted) for request, wanted in passes if wanted.engine is engine]
+    return [request for request, _ in mine[: engine.num_joint([wanted for _, wanted in mine])]]
+
+
+def drive(request: Request[C]) -> Iterator[C]:
+    """Yield the chunks of a single request, in a scheduler of its own."""
+    scheduler: Scheduler[C] = Scheduler(1)
+    with closing(scheduler.run([request])) as chunks:
+        for _, chunk in chunks:
+            yield chunk
+
+
+def out_of_memory() -> OutOfMemoryError:
+    return OutOfMemoryError("memory ran out in the middle of this text: send it again later")
+
+
+def is_interrupt(error: BaseException) -> bool:
+    """Whether the error ends the process: a KeyboardInterrupt by the user, or the SystemExit of another signal. Python
+    raises them for signals in the main thread only, so elsewhere they count as ordinary errors."""
+    return isinstance(error, KeyboardInterrupt | SystemExit) and current_thread() is main_thread()

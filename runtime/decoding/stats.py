@@ -124,3 +124,15 @@ class SpecDecodeStats:
             "expected_tokens_per_second",
         )
         return counts | {name: getattr(self, name) for name in derived}
+
+
+class DraftCounts(NamedTuple):
+    """The draft counts of a request up to some round, see SpecDecodeStats."""
+
+    num_drafts: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+
+    @classmethod
+    def of(cls, stats: SpecDecodeStats) -> DraftCounts:
+        return cls(stats.num_drafts, stats.num_draft_tokens, stats.num_accepted_tokens)

@@ -19,8 +19,8 @@ from ..speculation.proposer import DraftProposer
 from ..speculation.verifier import Acceptance
 from .round import Outcome
 
-if TYPE_CHECKING:  # request_state.py imports this module
-    from .request_state import RequestState
+if TYPE_CHECKING:  # state.py imports this module
+    from .state import RequestState
 
 NO_ESTIMATES = array("d")
 

@@ -218,6 +218,18 @@ class Pass(NamedTuple):
         """Run this pass by itself and return its output. Raises as Engine.forward does."""
         return self.engine.forward([self])[0]
 
+    def split(self, count: int) -> tuple[Pass, Pass]:
+        """A pass over a chunk of text as two: over its first `count` rows, and over the others, to be run in turn."""
+        rows, read = self.batch.num_tokens, self.cache.speculative
+        return self.part(0, count, read)._replace(output_read=False), self.part(count, rows, read)
+
+    def part(self, start: int, end: int, read: int) -> Pass:
+        """The pass over some rows of a chunk of text. read: speculative rows of its cache before its first row."""
+        batch, rows = self.batch, slice(start, end)
+        ids, positions, mask = batch.token_ids[rows], batch.position_ids[rows], batch.mask[rows, : read + end]
+        width = self.engine.spec.width_for(end - start)
+        return self._replace(batch=TokenBatch.pad(ids, positions, mask, width, True, batch.ranking_only))
+
 
 class Engine(ABC):
     """A compiled model."""
@@ -225,9 +237,13 @@ class Engine(ABC):
     spec: EngineSpec  # does not change while the engine is open
     runs_rounds = False  # whether its passes are whole rounds, whatever their batches say
 
+    # The number of allocated cache slots that its sequences share; None where each has slots of its own.
+    allocated: int | None = None
+
     @abstractmethod
-    def new_cache(self) -> KVCache:
-        """Open an empty cache of this engine. Raises EngineError when all caches of the engine are in use."""
+    def new_cache(self, salt: str | None = None) -> KVCache:
+        """Open an empty cache of this engine. salt: only texts of the same salt may share rows. Raises EngineError when
+        all caches of the engine are in use."""
 
     @abstractmethod
     def forward(self, passes: Sequence[Pass]) -> list[ForwardOutput]:
@@ -247,10 +263,16 @@ class Engine(ABC):
         """Steps that may precede the first request, which then waits for no preparation. Most engines have none."""
         return ()
 
-    def chunk_size(self, left: int, read: int = 0, scored: bool = False) -> int:
-        """How many of the `left` unread tokens of a prompt the next prefill pass should read, behind `read` tokens.
-        scored: the log-probabilities of all of them are wanted."""
-        return self.spec.chunk_size(left)
+    def recall(self, wanted: Pass) -> Pass | None:
+        """Let the pass's cache take over rows that the engine already holds. Returns the pass over the other rows, or
+        None when no row is left."""
+        return wanted
+
+    def set_limit(self, slots: int | None) -> None:  # noqa: B027 - most engines share no slots
+        """Set the number of slots to which a shared cache may grow. None: as many as when it was opened."""
+
+    def release(self) -> None:  # noqa: B027 - most engines keep nothing
+        """Free what no text needs, because memory is short."""
 
     def score(self, batch: TokenBatch, cache: KVCache) -> ForwardOutput:
         """Run one pass, see `forward`."""

@@ -30,6 +30,12 @@ class Storage(KVCache, Protocol):
     def limit(self, slots: int) -> None:
         """Set the largest number of slots. It may differ from the engine's `capacity` for one sequence."""
 
+    def drop(self, slots: int) -> None:
+        """Keep the first `slots` slots; discard the others."""
+
+    def move(self, rows: NDArray[np.int64], first: int) -> None:
+        """Copy these slots, in this order, to those from `first` on."""
+
     def compact(self, slots: NDArray[np.int64]) -> None:
         """Keep these speculative slots, in this order, as speculative slots; discard the others."""
 
@@ -74,7 +80,7 @@ class GrowingKVCache(ABC):
             moved = self.length + np.asarray(slots[placed:], np.int64)
             self.length += placed
             self.speculative -= placed
-            self._move(moved)
+            self.move(moved, self.length)
             kept -= placed
         self.length += kept
         self.speculative = 0
@@ -90,9 +96,13 @@ class GrowingKVCache(ABC):
             self._free()
         self._closed, self.length, self.speculative = True, 0, 0
 
+    def drop(self, slots: int) -> None:
+        """See Storage.drop."""
+        self.speculative = min(self.speculative, slots - self.length)
+
     def compact(self, slots: NDArray[np.int64]) -> None:
         """See Storage.compact."""
-        self._move(self.length + slots)
+        self.move(self.length + slots, self.length)
         self.speculative = len(slots)
 
     def shrink(self, capacity: int) -> None:
@@ -128,7 +138,7 @@ class GrowingKVCache(ABC):
         self._grow(length, self.length)
         while self.length < length:
             copied = min(self.length, length - self.length, self._spec.max_width)
-            self._move(np.arange(copied))
+            self.move(np.arange(copied), self.length)
             self.length += copied
 
     def _grow(self, slots: int, used: int) -> None:
@@ -163,8 +173,8 @@ class GrowingKVCache(ABC):
         """Allocate memory of `capacity` slots and copy the first `used` slots into it."""
 
     @abstractmethod
-    def _move(self, rows: NDArray[np.int64]) -> None:
-        """Copy these slots, in this order, behind the committed rows, in every layer."""
+    def move(self, rows: NDArray[np.int64], first: int) -> None:
+        """See Storage.move: in every layer."""
 
     @abstractmethod
     def _free(self) -> None:
@@ -187,8 +197,9 @@ class StackedKVCache(GrowingKVCache):
         self._allocate(capacity)
         self.buffer[:, :, :, :used] = old[:, :, :, :used]
 
-    def _move(self, rows: NDArray[np.int64]) -> None:
-        self.buffer[:, 0, :, self.length : self.length + len(rows)] = self.buffer[:, 0][:, :, rows]
+    def move(self, rows: NDArray[np.int64], first: int) -> None:
+        """See Storage.move."""
+        self.buffer[:, 0, :, first : first + len(rows)] = self.buffer[:, 0][:, :, rows]
 
     def _free(self) -> None:
         del self.buffer

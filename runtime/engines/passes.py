@@ -16,11 +16,6 @@ Passes = Generator[Pass, ForwardOutput, T]  # yields a pass, receives its output
 Steps = Generator[Pass | T, ForwardOutput | None, None]  # yields a pass and receives its output, or a T and None
 
 
-def forward(engine: Engine, batch: TokenBatch, cache: KVCache) -> Passes[ForwardOutput]:
-    """Request one pass; returns its output."""
-    return (yield Pass(engine, batch, cache))
-
-
 def causal_batch(
     spec: EngineSpec,
     token_ids: Sequence[int],
@@ -48,7 +43,7 @@ def prefill_passes(
     row."""
     output, end, of_prompt = None, 0, False
     while end < len(token_ids):
-        chunk = token_ids[end : end + engine.chunk_size(len(token_ids) - end, cache.length)]
+        chunk = token_ids[end : end + engine.spec.chunk_size(len(token_ids) - end)]
         end += len(chunk)
         of_prompt |= end < len(token_ids)
         batch = causal_batch(engine.spec, chunk, cache.length, ranking_only, asked=asked)

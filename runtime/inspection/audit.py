@@ -63,7 +63,7 @@ def audit_output(llm: LLM, prompt: Sequence[int], params: SamplingParams, token_
     """Compare an output that `llm` has already generated. Raises like `audit`."""
     check_auditable(llm.speculative is not None, params)
     manifest = llm.bundle.manifest
-    plain = SpeculativeDecoder(llm.engines.target, None, None, manifest.max_length, manifest.eos_token_ids)
+    plain = SpeculativeDecoder(llm.target, None, None, manifest.max_length, manifest.eos_token_ids)
     return compare(plain, prompt, llm.sampler(params, prompt), token_ids)
 
 

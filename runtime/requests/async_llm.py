@@ -14,25 +14,21 @@ from typing import Any
 from uuid import uuid4
 
 from ...models.errors import ConfigError, RequestError, shown
-from ..batch import params_of
 from ..bundle.watch import BundleWatch
-from ..decoding.loop import MAX_RUNNING, Loop
-from ..decoding.pace import MAX_PAUSE_MS, Pace
+from ..decoding.prefill import MAX_PAUSE_MS
+from ..decoding.queue import QueueFullError, check_hashable
 from ..decoding.round import Observer
-from ..decoding.scheduler import QueueFullError, Scheduler, check_hashable
+from ..decoding.scheduler import MAX_RUNNING
+from ..engines.shared.pool import PREFIX_CACHE_SLOTS
 from ..llm import LLM, Speculation
 from ..prepared import Prepared
 from ..prompt import PromptType, plain_prompt
-from ..request_engines import PREFIX_CACHE_SLOTS
 from ..sampling.params import SamplingParams, as_float
-from ..speculation.planning.budget import DraftBudget
-from ..speculation.planning.drift import Drift
 from ..text.conversation import ASKED, ChatSettings
 from ..text.tokenizer import token_sequences
-from ..text.writer import StreamChunk
 from .engine_thread import EngineThread
 from .metrics import GAUGES
-from .stream import DeadlineError, Request, RequestStream, ShutdownError
+from .stream import DeadlineError, RequestStream, ShutdownError
 from .text_threads import TextThreads
 
 __all__ = ["AsyncLLM", "DeadlineError", "QueueFullError", "RequestStream", "ShutdownError"]
@@ -72,7 +68,8 @@ class AsyncLLM(EngineThread):
         ended requests for later prompts with the same prefix. Running requests replace these rows when they need the
         slots. Attention may span all slots (on ONNX Runtime), so more slots cost time. 0: requests share no rows.
         max_pause_ms: the most milliseconds that a running text waits for the prompts of others between two of its
-        chunks, by the costs of the bundle, see Pace. Raises ConfigError when the memory suffices for no request.
+        chunks, by the costs of the bundle, see PrefillLimit. Raises ConfigError when the memory suffices for no
+        request.
         """
         if prefix_cache_slots < 0:
             raise ConfigError(f"prefix_cache_slots must be at least 0, not {prefix_cache_slots}")
@@ -83,14 +80,10 @@ class AsyncLLM(EngineThread):
             if kv_cache_bytes is not None:
                 max_running = min(max_running, count_affordable(llm, kv_cache_bytes))
             max_running = min(max_running, llm.max_running or max_running)
-            scheduler: Scheduler[Request] = Scheduler(max_running, max_waiting)
-            pace = Pace(llm.costs, max_pause_ms)
+            scheduler = llm.scheduler(max_running, max_waiting, kv_cache_bytes, prefix_cache_slots, max_pause_ms)
+            opened.callback(scheduler.close)
             llm.grammars.open()  # nobody waits for it yet
-            self._shared = llm.share(max_running, kv_cache_bytes, prefix_cache_slots)
-            drafts, slots = DraftBudget(Drift(llm.costs)), self._shared.budget
-            loop: Loop[Request, StreamChunk] = Loop(scheduler, self._shared.pools, slots, pace, drafts.observe_pass)
-            super().__init__(llm, loop)
-            self._engines = self._shared.engines._replace(sharing=lambda: loop.num_sharing, budget=drafts)
+            super().__init__(llm, scheduler)
             watch = BundleWatch(llm.bundle)
             self.watchers.append(lambda: watch.trouble)
             self._texts = TextThreads()
@@ -100,20 +93,20 @@ class AsyncLLM(EngineThread):
 
     @property
     def num_running(self) -> int:
-        return self._loop.scheduler.num_running
+        return self._scheduler.queue.num_running
 
     @property
     def num_waiting(self) -> int:
-        return self._loop.scheduler.num_waiting
+        return self._scheduler.queue.num_waiting
 
     @property
     def max_running(self) -> int:
-        return self._loop.scheduler.max_running
+        return self._scheduler.queue.max_running
 
     @property
     def max_requests(self) -> int:
         """The largest number of running and waiting requests together."""
-        return self._loop.scheduler.max_running + self._loop.scheduler.max_waiting
+        return self._scheduler.queue.max_running + self._scheduler.queue.max_waiting
 
     @property
     def accepting(self) -> bool:
@@ -154,7 +147,7 @@ class AsyncLLM(EngineThread):
 
     def max_tokens_behind(self, prompt: Sequence[int]) -> int:
         """The largest max_tokens that the memory allows for a prompt. The context length may end a text earlier."""
-        return self._shared.budget.tokens_behind(len(prompt))
+        return self._scheduler.slots.tokens_behind(len(prompt))
 
     def generate(
         self,
@@ -192,37 +185,24 @@ class AsyncLLM(EngineThread):
             raise RequestError(f"cache_salt must be text, not {shown(cache_salt)}")
         if cache_salt == "":
             raise RequestError("cache_salt must not be empty: leave it out to share rows with requests without a salt")
-        (sampling_params,) = params_of(sampling_params, 1, self.llm.get_default_sampling_params)
-        tokens = self.llm.encode(prompt)
-        name = request_id or uuid4().hex
-        job = self.llm.job(tokens, sampling_params, observe, speculative, self._engines, prepared)
-        request = Request(
-            id=name,
-            steps=job.steps,
-            write=job.write,
-            stats=job.stats,
-            num_prompt_tokens=len(tokens),
-            num_slots=self._shared.budget.needed(len(tokens), sampling_params.max_tokens),
-            call=name if call is None else call,
-            cache_salt=cache_salt,
-            loop=asyncio.get_running_loop(),
-            arrived=arrived,
-            deadline=None if deadline_s is None else arrived + deadline_s,
-            delivered=asyncio.Queue(),
-        )
-        with self._loop.changed:
+        request = self.llm.request(prompt, sampling_params, self._scheduler, observe, speculative, prepared, cache_salt)
+        request.id = request_id or uuid4().hex
+        request.call = request.id if call is None else call
+        request.arrived, request.deadline = arrived, None if deadline_s is None else arrived + deadline_s
+        stream = RequestStream(request)
+        with self._scheduler.changed:
             if not self.accepting:
                 raise ShutdownError("this server is stopping and takes no further requests: send them to another one")
-            if any(other.id == request.id for other in self._loop.scheduler):
+            if any(other.id == request.id for other in self._scheduler.queue):
                 raise RequestError(f"a request {request.id!r} is in progress: choose another request_id")
-            self._loop.add(request, client, user)
-        return RequestStream(request)
+            self._scheduler.add(request, client, user)
+        return stream
 
     def abort(self, request_id: str) -> bool:
         """End a request before its next round. The finish_reason of its last chunk is "abort". Returns whether a
         request of this id exists."""
-        with self._loop.changed:
-            found = [request for request in self._loop.scheduler if request.id == request_id]
+        with self._scheduler.changed:
+            found = [request for request in self._scheduler.queue if request.id == request_id]
         for request in found:
             request.aborted = True
         return bool(found)
@@ -238,8 +218,8 @@ class AsyncLLM(EngineThread):
         self._draining = True
 
         def wait() -> bool:
-            with self._loop.changed:
-                return self._loop.changed.wait_for(lambda: not len(self._loop.scheduler), timeout_s)
+            with self._scheduler.changed:
+                return self._scheduler.changed.wait_for(lambda: not len(self._scheduler.queue), timeout_s)
 
         return await asyncio.to_thread(wait)
 
@@ -248,7 +228,6 @@ class AsyncLLM(EngineThread):
         the encoding of a text raise ShutdownError at once."""
         self._texts.close()
         self._stop()
-        self._shared.close()
         self._opened.close()
 
     def __enter__(self) -> AsyncLLM:

@@ -10,11 +10,11 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from threading import Lock
-from typing import Any, NamedTuple
+from typing import Any
 
 from ...models.errors import ConfigError
 from ...plugins.installation import install
-from ..decoding.stats import SpecDecodeStats
+from ..decoding.stats import DraftCounts
 
 # vLLM's boundaries, in seconds.
 FIRST_TOKEN_BUCKETS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0)
@@ -66,18 +66,6 @@ class Histogram:
     def observe(self, seconds: float, times: int = 1) -> None:
         self.counts[bisect_left(self.boundaries, seconds)] += times
         self.sum += seconds * times
-
-
-class DraftCounts(NamedTuple):
-    """The draft counts of a request up to some round, see SpecDecodeStats."""
-
-    num_drafts: int = 0
-    num_draft_tokens: int = 0
-    num_accepted_tokens: int = 0
-
-    @classmethod
-    def of(cls, stats: SpecDecodeStats) -> DraftCounts:
-        return cls(stats.num_drafts, stats.num_draft_tokens, stats.num_accepted_tokens)
 
 
 class ServingMetrics:

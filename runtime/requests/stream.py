@@ -1,17 +1,15 @@
-"""RequestStream: the consumer's side of a request of an AsyncLLM. Request: the side of the engine's thread."""
+"""RequestStream: the consumer's side of a request of an AsyncLLM."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Hashable
-from dataclasses import dataclass, field
+from functools import partial
 from time import sleep
 from traceback import format_exception
 
 from ...models.errors import DraftwoodError
-from ..decoding.job import Job
+from ..decoding.request import Request
 from ..text.writer import StreamChunk
-from .metrics import DraftCounts
 
 DELIVERIES = 100  # attempts to deliver an item while memory is short
 
@@ -52,45 +50,16 @@ def drop_frames(error: BaseException) -> Exception:
     return error.with_traceback(None)
 
 
-@dataclass(eq=False, slots=True, kw_only=True)
-class Request(Job[StreamChunk]):
-    """A request in progress. Only the engine's thread advances it; any thread may set `aborted`."""
-
-    id: str
-    num_prompt_tokens: int
-    call: Hashable  # equal for the requests of one API call, such as the choices of a prompt
-    loop: asyncio.AbstractEventLoop
-    arrived: float  # all times in seconds, monotonic
-    deadline: float | None
-    delivered: asyncio.Queue[StreamChunk | Exception]
-    draft_counts: DraftCounts = field(default_factory=DraftCounts)
-    last_round: float | None = None
-    aborted: bool = False
-
-    def deliver(self, item: StreamChunk | Exception) -> None:
-        """Put an item into the consumer's queue, in its event loop. Raises MemoryError when memory stays short for
-        several seconds."""
-        for attempt in range(DELIVERIES):
-            try:
-                self.loop.call_soon_threadsafe(self.delivered.put_nowait, item)
-                return
-            except RuntimeError:  # the event loop is closed, so the consumer no longer exists
-                self.aborted = True
-                return
-            except MemoryError:  # retry: without the last item the consumer would wait for ever
-                if attempt == DELIVERIES - 1:
-                    raise
-                sleep(0.05)
-
-
 class RequestStream:
-    """An asynchronous iterator over the chunks of one request. The last chunk has the final stats and the finish_reason
-    "stop", "length" or "abort". The request is aborted when the stream is closed or deleted, or when the task that
-    waits for its next chunk is cancelled."""
+    """An asynchronous iterator over the chunks of one request, for the event loop in which it is made. The last chunk
+    has the final stats and the finish_reason "stop", "length" or "abort". The request is aborted when the stream is
+    closed or deleted, or when the task that waits for its next chunk is cancelled."""
 
-    def __init__(self, request: Request) -> None:
+    def __init__(self, request: Request[StreamChunk]) -> None:
         self._request = request
+        self._delivered: asyncio.Queue[StreamChunk | Exception] = asyncio.Queue()
         self._ended = False
+        request.deliver = partial(deliver, request, asyncio.get_running_loop(), self._delivered)
 
     @property
     def request_id(self) -> str:
@@ -108,7 +77,7 @@ class RequestStream:
         if self._ended:
             raise StopAsyncIteration
         try:
-            item = await self._request.delivered.get()
+            item = await self._delivered.get()
         except asyncio.CancelledError:
             await self.aclose()
             raise
@@ -125,3 +94,24 @@ class RequestStream:
 
     def __del__(self) -> None:
         self._request.aborted = True
+
+
+def deliver(
+    request: Request[StreamChunk],
+    loop: asyncio.AbstractEventLoop,
+    delivered: asyncio.Queue[StreamChunk | Exception],
+    item: StreamChunk | Exception,
+) -> None:
+    """Put an item into the queue of a request's consumer, in its event loop. Raises MemoryError when memory stays short
+    for several seconds."""
+    for attempt in range(DELIVERIES):
+        try:
+            loop.call_soon_threadsafe(delivered.put_nowait, item)
+            return
+        except RuntimeError:  # the event loop is closed, so the consumer no longer exists
+            request.aborted = True
+            return
+        except MemoryError:  # retry: without the last item the consumer would wait for ever
+            if attempt == DELIVERIES - 1:
+                raise
+            sleep(0.05)

@@ -10,7 +10,7 @@ from contextlib import suppress
 from threading import Event, Lock
 from typing import TypeVar
 
-from ..decoding.scheduler import Scheduler
+from ..decoding.queue import FairQueue
 from ..engines.shared.memory import LONG_TEXT
 from ..structured import grammars
 from ..text import chat_template
@@ -31,7 +31,7 @@ class FairThreads:
 
     def __init__(self, threads: int, name: str) -> None:
         self._pool = ThreadPoolExecutor(threads, name)
-        self._turns: Scheduler[Callable[[], object]] = Scheduler(threads, sys.maxsize)
+        self._turns: FairQueue[Callable[[], object]] = FairQueue(threads, sys.maxsize)
         self._begun: set[Callable[[], object]] = set()
         self._lock = Lock()
 

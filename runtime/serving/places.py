@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from ..decoding.scheduler import QueueFullError, is_within_share
+from ..decoding.queue import QueueFullError, is_within_share
 
 
 class Places:

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from ..engines.base import Engine, ForwardOutput, KVCache, Pass, TokenBatch
+from ..engines.base import Engine, ForwardOutput, Pass, TokenBatch
 from ..engines.passes import Passes, prefill_passes
-from ..engines.rounds import RoundOutcome, Rounds
+from ..engines.rounds import RoundOutcome
 from ..sampling.random import RandomStream
 from ..sampling.sampler import Sampler
 from ..sampling.softmax import Wanted
@@ -21,19 +21,19 @@ from .stopwatch import Stopwatch
 
 
 class DraftProposer:
-    """One request's draft. `pending`: committed tokens that the draft has not read; the last one is the root.
+    """One request's draft. It reads the request's text, which ends with the root, the last committed token.
 
     Every drafted node has at most one cache slot, which is written when the node is scored. `passes`, `rows` and
     `scoring` (a stopwatch) count the draft engine's passes, rows and seconds since the prompt.
     """
 
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
+    def __init__(self, engine: Engine, text: list[int], salt: str | None = None) -> None:
+        """text: all committed tokens, to which the caller appends. Raises EngineError where no cache is left."""
+        self._engine, self._text = engine, text
         self.context = engine.spec.model.draft_context  # see LlamaConfig.draft_context
         self._vocabulary = DraftVocabulary(engine.spec)
-        self._cache = engine.new_cache()
-        self._text: list[int] = []  # all committed tokens
-        self.pending: list[int] = []
+        self.cache = engine.new_cache(salt)
+        self._first = len(text) - self.readable(len(text))  # where the tokens in the cache begin
         self._slots: dict[int, int] = {}  # scored graph node -> its speculative cache slot
         self._visible: list[bytes] = []  # slot -> mask of the earlier slots on its path, the slot itself included
         self.passes = 0
@@ -41,44 +41,36 @@ class DraftProposer:
         self.scoring = Stopwatch()
 
     @property
-    def unread(self) -> int:
-        """The number of committed tokens that the first pass of the next round must read, the root included."""
-        pending = len(self.pending)
-        return self.readable(self._cache.length + pending) if self.outgrown else pending
+    def pending(self) -> list[int]:
+        """Committed tokens that the draft has not read; the last one is the root."""
+        return self._text[self._first + self.cache.length :]
+
+    @property
+    def num_unread(self) -> int:
+        """How many tokens the first pass of the next round must read, the root included."""
+        length = len(self._text)
+        return self.readable(length - self._first) if self.outgrown else length - self._first - self.cache.length
 
     @property
     def outgrown(self) -> bool:
         """Whether the text is longer than the draft's context, so that the next round begins anew."""
-        return self.context is not None and self._cache.length + len(self.pending) > self.context
+        return self.context is not None and len(self._text) - self._first > self.context
 
     def readable(self, length: int) -> int:
         """How many of `length` committed tokens the draft has in its cache or reads: all. Of more than its context only
         the last ones, which fill half of it: then it does not have to begin anew soon."""
         return length if self.context is None or length <= self.context else self.context // 2
 
-    def rounds(self, target: Engine, cache: KVCache) -> Rounds | None:
-        """See Engine.rounds: with this draft, over this cache of the target."""
-        return target.rounds(cache, self._engine, self._cache)
-
     def follow(self, outcome: RoundOutcome) -> None:
-        """Take over the result of a round that an engine ran as a whole. It has committed both caches. Padding rows of
-        the draft's passes count, too."""
+        """Count a round that an engine ran as a whole. Padding rows of the draft's passes count, too."""
         self.passes += outcome.draft_passes
         self.rows += outcome.draft_rows
         if outcome.seconds is not None:
             self.scoring.add(outcome.seconds[0])
-        self._commit(outcome.written, outcome.num_scored)
 
-    def start(self, prompt: Sequence[int], read: bool = True) -> Passes[None]:
-        """Begin a new text. read: whether the draft reads the prompt now, without its last token, which is the first
-        root; else the prompt stays pending."""
-        self.passes, self.rows, self.scoring = 0, 0, Stopwatch()
-        self._cache.truncate(0)
-        self._text = list(prompt)
-        self.pending = self._text[-self.readable(len(prompt)) :]
-        if read:
-            yield from prefill_passes(self._engine, self._cache, self.pending[:-1], output_read=False)
-            self.pending = self.pending[-1:]
+    def read(self) -> Passes[None]:
+        """Read the text before the root; else the next round does."""
+        yield from prefill_passes(self._engine, self.cache, self.pending[:-1], output_read=False)
 
     def propose(
         self,
@@ -93,16 +85,17 @@ class DraftProposer:
         it rejected every node of the grower's frontier. ranking_only: neither grower nor stopper reads
         logits."""
         if self.outgrown:
-            self.pending = self._text[-self.unread :]
-            self._cache.truncate(0)
+            self._first = len(self._text) - self.num_unread
+            self.cache.truncate(0)
+        pending = self.pending
         self.passes += 1
-        self.rows += len(self.pending)
+        self.rows += len(pending)
         asked = None if ranking_only else sampler.drawn
         with self.scoring:
-            output = yield from prefill_passes(self._engine, self._cache, self.pending, ranking_only, asked=asked)
+            output = yield from prefill_passes(self._engine, self.cache, pending, ranking_only, asked=asked)
         if output is None:
-            raise AssertionError("propose before start: there is no root")
-        self.pending, self._slots, self._visible = [], {}, []
+            raise AssertionError("a text without a root")
+        self._slots, self._visible = {}, []
         nodes, own, stops = [ROOT], self._vocabulary.sampler(sampler), not isinstance(stopper, Fixed)
         while True:
             note_acceptance(graph, nodes, output)
@@ -121,34 +114,23 @@ class DraftProposer:
                 return bool(frontier)
             output = yield from self._score(graph, nodes, ranking_only, asked)
 
-    def commit(self, tree: TokenTree, rows: Sequence[int], next_token: int) -> None:
+    def commit(self, tree: TokenTree, rows: Sequence[int]) -> None:
         """Keep the draft's cache of accepted rows, up to the first row that the draft has not scored in the context of
-        the accepted path. The other accepted tokens and the target's own token become pending."""
+        the accepted path. The tokens of the others become pending, and the target's own token."""
         scored = 0
         while scored < len(rows) and not tree.merged[rows[scored]] and tree.nodes[rows[scored]] in self._slots:
             scored += 1
-        self._cache.commit([self._slots[tree.nodes[row]] for row in rows[:scored]])
-        self._commit([*(tree.token_ids[row] for row in rows), next_token], scored)
-
-    def _commit(self, committed: Sequence[int], scored: int) -> None:
-        """Add tokens to the text, of which the draft has read the first `scored`."""
-        self._text += committed
-        self.pending = list(committed[scored:])
+        self.cache.commit([self._slots[tree.nodes[row]] for row in rows[:scored]])
 
     def close(self) -> None:
         """Close the draft's cache."""
-        self._cache.close()
-
-    def skip(self, tokens: Sequence[int]) -> None:
-        """Add tokens of a round in which the draft proposed nothing to the pending ones."""
-        self._text += tokens
-        self.pending += tokens
+        self.cache.close()
 
     def _score(
         self, graph: TokenGraph, nodes: Sequence[int], ranking_only: bool, asked: Wanted | None
     ) -> Passes[ForwardOutput]:
         """One draft pass over `nodes`, which get the next cache slots. asked: of the softmax of each row."""
-        first, count = self._cache.speculative, len(nodes)
+        first, count = self.cache.speculative, len(nodes)
         self.passes += 1
         self.rows += count
         for slot, node in enumerate(nodes, start=first):
@@ -159,14 +141,14 @@ class DraftProposer:
         lines = [line.ljust(first + count, b"\0") for line in self._visible[first:]]
         mask = np.frombuffer(bytearray().join(lines), np.bool_).reshape(count, first + count)
         # The root is already read, so the position of a node at depth d is the last read row's plus d.
-        last = self._cache.length - 1
+        last = self.cache.length - 1
         positions = [last + graph.depths[node] for node in nodes]
         tokens = [graph.tokens[node] for node in nodes]
         width = self._engine.spec.width_for(count)
         wanted = () if asked is None else (asked,) * count
         batch = TokenBatch.pad(tokens, positions, mask, width, ranking_only=ranking_only, wanted=wanted)
         with self.scoring:
-            return (yield Pass(self._engine, batch, self._cache))
+            return (yield Pass(self._engine, batch, self.cache))
 
 
 def note_acceptance(graph: TokenGraph, nodes: Sequence[int], output: ForwardOutput) -> None:

@@ -110,7 +110,7 @@ def test_no_draft_in_requests_of_every_kind(alone: Path) -> None:
 
     plain, _, _ = texts(alone, None)
     with LLM(alone, SpeculativeConfig(budget="fixed")) as llm:
-        assert len(llm.share(4).pools) == 1, "a draft's cache is open"
+        assert len(llm.scheduler(4).pools) == 1, "a draft's cache is open"
         assert [result.token_ids for result in llm.generate([COPIES, COPIES], GREEDY)] == [plain, plain]
         assert asyncio.run(served(llm)) == plain
         assert audit(llm, COPIES, GREEDY).equal

@@ -48,11 +48,11 @@ class HostRounds:
         self, shape: RoundShape, target: Ranker, draft: Ranker, kept_tokens: tuple[int, ...], text: Sequence[int]
     ) -> None:
         self._shape, self._target = shape, RankingEngine(target, VOCABULARY)
-        self._cache, self._proposer = FakeCache(), DraftProposer(RankingEngine(draft, VOCABULARY, kept_tokens))
+        self._cache, self._text = FakeCache(), list(text)
+        self._proposer = DraftProposer(RankingEngine(draft, VOCABULARY, kept_tokens), self._text)
         self._cache.committed = list(text[:-1])
-        self._root = text[-1]
         self._sampler = Sampler(SamplingParams(temperature=0), text, (), VOCABULARY)
-        run(self._proposer.start(text))
+        run(self._proposer.read())
 
     @property
     def pending(self) -> list[int]:
@@ -60,15 +60,15 @@ class HostRounds:
 
     def run(self) -> tuple[TokenTree, Acceptance]:
         depth, size, width = self._shape[:3]
-        graph, grower = TokenGraph(self._root), BestFirst(size, depth, width, NO_MERGER)
+        graph, grower = TokenGraph(self._text[-1]), BestFirst(size, depth, width, NO_MERGER)
         run(self._proposer.propose(graph, grower, Fixed(), self._sampler, seeded_streams(0).draft, True))
         tree = unroll(graph, size, depth)
         output = self._target.score(tree.to_batch(self._target.spec, self._cache.length, True), self._cache)
         assert output.top_ids is not None
         acceptance = match_best(tree, output.top_ids[:, 0])
         self._cache.commit([0, *acceptance.rows])
-        self._proposer.commit(tree, acceptance.rows, acceptance.next_token)
-        self._root = acceptance.next_token
+        self._proposer.commit(tree, acceptance.rows)
+        self._text += [*(tree.token_ids[row] for row in acceptance.rows), acceptance.next_token]
         return tree, acceptance
 
 

@@ -50,11 +50,11 @@ class HostRounds:
     ) -> None:
         vocabulary = target.num_logits
         self._shape, self._target = shape, RankingEngine(target, vocabulary)
-        self._cache, self._proposer = FakeCache(), DraftProposer(RankingEngine(draft, vocabulary, kept_tokens))
+        self._cache, self._text = FakeCache(), list(PROMPT)
+        self._proposer = DraftProposer(RankingEngine(draft, vocabulary, kept_tokens), self._text)
         self._cache.committed = list(PROMPT[:-1])
-        self._root = PROMPT[-1]
         self._sampler = Sampler(params, PROMPT, (), vocabulary)
-        run(self._proposer.start(PROMPT))
+        run(self._proposer.read())
         self.calibration = Calibration()
 
     @property
@@ -63,7 +63,7 @@ class HostRounds:
 
     def run(self, streams: RandomStreams) -> tuple[TokenTree, Acceptance]:
         depth, size, width, verify, is_drawn, _, is_tree = self._shape
-        graph = TokenGraph(self._root)
+        graph = TokenGraph(self._text[-1])
         grower: Grower = StaticTree(chain(depth)) if is_drawn else BestFirst(size, depth, width, NO_MERGER)
         if is_tree:
             grower = DySpecLayers(size, depth, width, self.calibration)
@@ -73,9 +73,9 @@ class HostRounds:
         output = self._target.score(tree.to_batch(self._target.spec, self._cache.length, False), self._cache)
         acceptance = VERIFIERS[verify](tree, ScoredRows(self._sampler, output.logits), streams)
         self._cache.commit([0, *acceptance.rows])
-        self._proposer.commit(tree, acceptance.rows, acceptance.next_token)
+        self._proposer.commit(tree, acceptance.rows)
+        self._text += [*(tree.token_ids[row] for row in acceptance.rows), acceptance.next_token]
         self.calibration.update(tree, acceptance.rows)
-        self._root = acceptance.next_token
         return tree, acceptance
 
 

@@ -57,8 +57,19 @@ class FakeCache:
     def limit(self, slots: int) -> None:
         self.most = slots
 
-    def occupy(self, slots: int) -> None:
-        self.rows += [EMPTY_SLOT] * (slots - len(self.rows))
+    def drop(self, slots: int) -> None:
+        del self.rows[slots:]
+
+    def move(self, rows: NDArray[np.int64], first: int) -> None:
+        """The slots that a row sees move with it: those of its path are among them, or stay."""
+        names = {slot: first + place for place, slot in enumerate(rows.tolist())}
+        moved = []
+        for slot in rows.tolist():
+            token, position, seen = self.rows[slot]
+            kept = np.zeros(len(seen), np.bool_)
+            kept[[names.get(other, other) for other in np.flatnonzero(seen).tolist()]] = True
+            moved.append((token, position, kept))
+        self.rows[first : first + len(moved)] = moved
 
     def compact(self, slots: NDArray[np.int64]) -> None:
         self.rows = [self.rows[slot] for slot in slots.tolist()]
@@ -93,7 +104,7 @@ class FakeEngine(SoloEngine):
         self.accept = accept
         self.passes = 0
 
-    def new_cache(self) -> FakeCache:
+    def new_cache(self, salt: str | None = None) -> FakeCache:
         return FakeCache(self.places)
 
     def score(self, batch: TokenBatch, cache: KVCache) -> ForwardOutput:

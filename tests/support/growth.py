@@ -40,8 +40,8 @@ def grow_below(
 ) -> int:
     """Grow a graph that may hold given tokens already; returns the draft passes it took."""
     vocab_size = len(predict(PROMPT))
-    proposer = DraftProposer(FakeEngine(predict, vocab_size, "draft", accept=accept))
-    run(proposer.start(PROMPT))
+    proposer = DraftProposer(FakeEngine(predict, vocab_size, "draft", accept=accept), list(PROMPT))
+    run(proposer.read())
     sampler = Sampler(params or SamplingParams(), PROMPT, (), vocab_size)
     run(proposer.propose(graph, grower, stopper or Fixed(), sampler, stream))
     return proposer.passes

@@ -22,6 +22,14 @@ class RememberingCache(FakeCache):
         super().compact(slots)
         self.texts = [self.texts[slot] for slot in slots.tolist()]
 
+    def drop(self, slots: int) -> None:
+        super().drop(slots)
+        del self.texts[slots:]
+
+    def move(self, rows: NDArray[np.int64], first: int) -> None:
+        super().move(rows, first)
+        self.texts[first : first + len(rows)] = [self.texts[slot] for slot in rows.tolist()]
+
 
 class RememberingEngine(FakeEngine):
     """Refuses a row that sees a row of another text, even if their tokens and positions are the same. `scored` counts
@@ -29,7 +37,7 @@ class RememberingEngine(FakeEngine):
 
     scored = 0
 
-    def new_cache(self) -> RememberingCache:
+    def new_cache(self, salt: str | None = None) -> RememberingCache:
         return RememberingCache(self.places)
 
     def score(self, batch: TokenBatch, cache: KVCache) -> ForwardOutput:

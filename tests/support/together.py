@@ -27,7 +27,7 @@ class WatchedEngine(FakeEngine):
 
     caches: weakref.WeakSet[FakeCache]
 
-    def new_cache(self) -> FakeCache:
+    def new_cache(self, salt: str | None = None) -> FakeCache:
         cache = super().new_cache()
         self.caches.add(cache)
         return cache
@@ -147,7 +147,7 @@ class Timetable:
 @contextmanager
 def in_step(served: AsyncLLM) -> Iterator[Timetable]:
     """While the block runs, the target's passes and the tasks of this event loop take turns."""
-    engine: Any = served.llm.engines.target
+    engine: Any = served.llm.target
     with pytest.MonkeyPatch.context() as patch:
         timetable = Timetable(served, engine.score)
         patch.setattr(engine, "score", timetable)

@@ -52,7 +52,7 @@ class TritonPythonModel(TritonPythonModel):
 
         def faulty(prompt, params, **options):
             if params.seed == {BREAKS}:
-                self._llm._target.score = broken
+                self._llm.target.score = broken
             if params.seed in {(SLOW, RAISES, DIES, ENDLESS)}:
                 last = self._llm.tokenizer.decode(prompt[-1:])
                 params = replace(params, logits_processors=(misbehaving(params.seed, last),))

@@ -19,7 +19,18 @@ from ....models.bindings import INTEGERS
 from ....models.errors import EngineError
 from ....plugins.native.cache import open_kernels
 from ....plugins.native.compile import CompilerError
-from ....plugins.native.library import FORMATS, Cache, Layer, Matrix, Model, Pass, address, row_bytes
+from ....plugins.native.library import (
+    FORMATS,
+    NO_MEMORY,
+    REFUSALS,
+    Cache,
+    Layer,
+    Matrix,
+    Model,
+    Pass,
+    address,
+    row_bytes,
+)
 from ....plugins.native.packing import PANEL, whole_panels
 from ....plugins.native.processor import KernelError
 from ..base import EngineSpec, ForwardOutput, KVCache, SoloEngine, TokenBatch, check_cache, closed_error
@@ -84,8 +95,9 @@ class NativeKVCache(GrowingKVCache):
         if self.scales is not None and scales is not None:
             self.scales[..., :used] = scales[..., :used]
 
-    def _move(self, rows: NDArray[np.int64]) -> None:
-        self._engine.move(self, rows)
+    def move(self, rows: NDArray[np.int64], first: int) -> None:
+        """See Storage.move."""
+        self._engine.move(self, rows, first)
 
     def _free(self) -> None:
         del self.keys, self.values, self.scales, self.structure, self._results
@@ -114,34 +126,32 @@ class NativeEngine(SoloEngine):
         except (KernelError, CompilerError) as error:
             raise EngineError(str(error)) from error
 
-    def new_cache(self) -> NativeKVCache:
+    def new_cache(self, salt: str | None = None) -> NativeKVCache:
         return NativeKVCache(self)
 
     def score(self, batch: TokenBatch, cache: KVCache) -> ForwardOutput:
         """See Engine.forward. Rows of padding are not computed; their outputs are undefined. Also raises EngineError
         for token ids and positions beyond those of the engine."""
-        if batch.num_tokens > len(batch.mask):
-            raise EngineError(f"{batch.num_tokens} rows do not fit a mask of {len(batch.mask)}")
+        rows, outputs = batch.num_tokens, len(batch.output_rows)
+        if rows > len(batch.mask):
+            raise EngineError(f"{rows} rows do not fit a mask of {len(batch.mask)}")
         cache = check_cache(cache, NativeKVCache)
         start = cache.reserve(batch)
-        rows = batch.num_tokens
-        wanted, output, prepared = cache.results(len(batch.output_rows))
-        arrays = (batch.token_ids, batch.position_ids, batch.output_rows, batch.mask)
-        inputs = [np.ascontiguousarray(array) for array in arrays]  # they live as long as the pass
-        scored, columns = 0 if batch.cache_only else min(len(batch.output_rows), rows), inputs[-1].shape[1]
+        wanted, output, prepared = cache.results(outputs)
+        mask = batch.mask if batch.mask.flags.c_contiguous else np.ascontiguousarray(batch.mask)
+        inputs = batch.token_ids, batch.position_ids, batch.output_rows, mask  # they live as long as the pass
+        columns = mask.shape[1]
+        scored = 0 if batch.cache_only else min(outputs, rows)
         wanted.fill(rows, scored, cache.length, start, columns, inputs)
-        slots = None if batch.slots is None else np.ascontiguousarray(batch.slots)
-        wanted.slots, wanted.drawn = address(slots), 0
+        wanted.slots, wanted.drawn = address(batch.slots), 0
         asked = batch.wanted[:scored]
         softmaxes = prepared.ask(asked, wanted) if any(asked) else ()
         with self._lock:
             if self._handle is None:
                 raise closed_error(self.spec)
-            try:
-                self._library.forward(self._handle, wanted)
-            except KernelError as error:
-                raise EngineError(str(error)) from error
-        cache.speculative = cache.speculative + rows if slots is None else columns
+            if refusal := self._library.forward(self._handle, wanted):
+                raise refused(refusal)
+        cache.speculative = cache.speculative + rows if batch.slots is None else columns
         # `_replace` would take five times as long.
         return ForwardOutput(output.logits, output.top_ids, output.top_logprobs, output.acceptance, softmaxes)
 
@@ -170,12 +180,17 @@ class NativeEngine(SoloEngine):
         wanted.ids, wanted.logprobs = address(ids), address(logprobs)
         return Results(wanted, ForwardOutput(logits, ids, logprobs, acceptance), PreparedRows(logits, self.softmax))
 
-    def move(self, cache: NativeKVCache, rows: NDArray[np.int64]) -> None:
-        """Copy the slots `rows`, int64 [n], in this order, to the slots after the committed rows, in every layer."""
+    def move(self, cache: NativeKVCache, rows: NDArray[np.int64], first: int) -> None:
+        """Copy the slots `rows`, int64 [n], in this order, to those from `first` on, in every layer."""
         with self._lock:
             if self._handle is None:
                 raise closed_error(self.spec)
-            self._library.move(self._handle, cache.structure, cache.length, np.ascontiguousarray(rows))
+            self._library.move(self._handle, cache.structure, first, np.ascontiguousarray(rows))
+
+
+def refused(refusal: int) -> EngineError | MemoryError:
+    """The error of a pass that the kernels refused."""
+    return MemoryError(REFUSALS[refusal]) if refusal == NO_MEMORY else EngineError(REFUSALS[refusal])
 
 
 def check_rows(spec: EngineSpec, model: Model) -> None:

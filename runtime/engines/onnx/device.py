@@ -142,8 +142,9 @@ class DeviceKVCache(GrowingKVCache):
         self._value = value
         self._passes: dict[tuple[PassShape, tuple[str, ...]], DevicePass] = {}
 
-    def _move(self, rows: NDArray[np.int64]) -> None:
-        self._memory.move(self._value, rows, self.length)
+    def move(self, rows: NDArray[np.int64], first: int) -> None:
+        """See Storage.move."""
+        self._memory.move(self._value, rows, first)
 
     def _free(self) -> None:
         del self._value, self._passes

@@ -168,7 +168,7 @@ class OnnxRuntimeEngine(SoloEngine):
             place = (onnxruntime.OrtValue, chosen.device, spec, self.cache_dtype)
             self._memory = DeviceMemory(*place, open_session, self._errors)
 
-    def new_cache(self) -> OnnxRuntimeKVCache | DeviceKVCache:
+    def new_cache(self, salt: str | None = None) -> OnnxRuntimeKVCache | DeviceKVCache:
         return OnnxRuntimeKVCache(self) if self._memory is None else DeviceKVCache(self._memory)
 
     def score(self, batch: TokenBatch, cache: KVCache) -> ForwardOutput:

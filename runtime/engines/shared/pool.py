@@ -2,8 +2,9 @@
 
 The mask of a pass says which slots each row attends to, so the slots of a sequence need not be contiguous. All
 sequences share one cache of the engine, in which every row counts as speculative. A sequence is a list of its slots. A
-pass appends the rows of all its requests, and only their sum is padded to a compiled width. A commit stores slots and
-copies nothing. Rows to which no sequence refers are garbage. When garbage fills the cache, the live rows are compacted.
+pass appends the rows of all its requests, and only their sum is padded to a compiled width. A commit moves accepted
+rows to the first slots of their pass, unless they are there. Rows to which no sequence refers are garbage. When garbage
+fills the cache, the live rows are compacted.
 
 On a CPU a pass of eight rows costs about 1.5 times a pass of one row, so requests that share passes share most of their
 cost. The attention of each row spans the slots of all requests, unless the engine's cache places rows: then it reads
@@ -15,7 +16,7 @@ the same text (`recall`), also of an ended sequence whose rows are not yet overw
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -25,13 +26,14 @@ from ....models.errors import EngineError
 from ...sampling.softmax import Softmax, Wanted, softmax_of
 from ..base import Engine, ForwardOutput, Pass, TokenBatch, check_cache, num_fitting
 from ..cache import FIRST_CAPACITY, Storage
-from .placement import PANEL, Placement, Run, place
+from .placement import PANEL, Placement, place
 from .prefix import EMPTY_TEXT, PrefixTree
 from .sequence import PooledKVCache
 
 LIVE_SHARE = 0.6  # a full cache is compacted instead of grown if at most this share of its used slots is live
 SPARE_FACTOR = 4  # a cache with more than this multiple of the needed slots shrinks, because attention spans all slots
 SPARE_PASSES = 64  # number of passes before a cache shrinks, because growing again would copy all of it
+PREFIX_CACHE_SLOTS = 1024  # default slots for the rows of ended requests
 COMMON_TOKENS = 24  # a common prefix of this length is more than a chat template alone causes
 
 
@@ -56,21 +58,17 @@ class PooledEngine(Engine):
         storage.limit(self._slots)
         self.caches: dict[PooledKVCache, None] = {}  # open caches, in the order in which they were opened
         self.prefixes: PrefixTree | None = None
-        # Of a chunk behind `read` tokens, whose rows are all scored or not.
-        self.most_rows: Callable[[int, bool], int] = lambda read, scored: self.spec.max_width
         self._retained = 0
         self._recalled = False  # whether two texts ever had a common prefix of COMMON_TOKENS
         self._spare_passes = 0  # consecutive passes with too many slots
+        # The sequence of the rows from slot `_first` to the end of the storage.
+        self._newest: PooledKVCache | None = None
+        self._first = 0
 
     @property
-    def allocated(self) -> int:
-        """The number of allocated slots."""
+    def allocated(self) -> int:  # type: ignore[override]  # of this engine it changes
+        """See Engine.allocated."""
         return self._storage.capacity
-
-    def chunk_size(self, left: int, read: int = 0, scored: bool = False) -> int:
-        """See Engine.chunk_size. With several sequences a chunk has at most `most_rows` tokens, because every sequence
-        waits for each pass."""
-        return self.spec.chunk_size(left) if len(self.caches) == 1 else min(left, self.most_rows(read, scored))
 
     def num_joint(self, passes: Sequence[Pass]) -> int:
         """See Engine.num_joint."""
@@ -94,8 +92,9 @@ class PooledEngine(Engine):
         """
         self.prefixes, self._retained = PrefixTree(self._slots), retained
 
-    def new_cache(self) -> PooledKVCache:
-        cache = PooledKVCache(self)
+    def new_cache(self, salt: str | None = None) -> PooledKVCache:
+        """See Engine.new_cache."""
+        cache = PooledKVCache(self, salt)
         self.caches[cache] = None
         return cache
 
@@ -112,22 +111,9 @@ class PooledEngine(Engine):
         if not known:
             return wanted
         read = cache.speculative
-        cache.speculative_slots = np.concatenate((cache.speculative_slots, np.array(known, np.int64)))
+        cache.append(np.array(known, np.int64))
         self._recalled |= cache.length + cache.speculative >= COMMON_TOKENS
-        return None if len(known) == batch.num_tokens else self._part(wanted, len(known), batch.num_tokens, read)
-
-    def split(self, wanted: Pass, count: int) -> tuple[Pass, Pass]:
-        """A pass over a chunk of text as two: over its first `count` rows, and over the others, to be run in turn."""
-        rows, read = wanted.batch.num_tokens, wanted.cache.speculative
-        first = self._part(wanted, 0, count, read)._replace(output_read=False)
-        return first, self._part(wanted, count, rows, read)
-
-    def _part(self, wanted: Pass, start: int, end: int, read: int) -> Pass:
-        """A pass over some rows of a chunk of text. read: speculative rows of its cache before its first row."""
-        batch, rows = wanted.batch, slice(start, end)
-        ids, positions, mask = batch.token_ids[rows], batch.position_ids[rows], batch.mask[rows, : read + end]
-        part = TokenBatch.pad(ids, positions, mask, self.spec.width_for(end - start), True, batch.ranking_only)
-        return wanted._replace(batch=part)
+        return None if len(known) == batch.num_tokens else wanted.part(len(known), batch.num_tokens, read)
 
     def forward(self, passes: Sequence[Pass]) -> list[ForwardOutput]:
         """Score the batches of several caches in one pass. Each output is the same as from a pass by itself; it is
@@ -137,55 +123,83 @@ class PooledEngine(Engine):
         closed cache.
         """
         caches = [check_cache(each.cache, PooledKVCache) for each in passes]
-        self._check_open(caches)
+        if any(cache not in self.caches for cache in caches):
+            raise EngineError("this cache was closed, or belongs to another pool: open another one for the next text")
         counts = [each.batch.num_tokens for each in passes]
         rows = sum(counts)
         width = self.spec.width_for(rows)
         self._make_room(width, len(caches))
         # The slots are found before the pass, so that a failed allocation changes neither cache nor sequences.
         placed = self._place(caches, counts, width)
-        mask = np.zeros((width, placed.top), np.bool_)
+        batch, parts = self._joined(passes, caches, placed, width)
+        output = self._engine.score(batch, self._storage)
+        if self.prefixes is not None:
+            every = placed.slots[0] if len(passes) == 1 else np.concatenate(placed.slots)
+            self.prefixes.record(every, batch.token_ids[:rows], batch.position_ids[:rows])
+        for cache, slots, run in zip(caches, placed.slots, placed.runs, strict=True):
+            cache.append(slots)
+            cache.run = run
+        if len(passes) > 1 or caches[0] is not self._newest:
+            self._newest, self._first = caches[-1], int(placed.slots[-1][0])
+        return [output] if len(passes) == 1 else [slice_output(output, part) for part in parts]
+
+    def _joined(
+        self, passes: Sequence[Pass], caches: Sequence[PooledKVCache], placed: Placement, width: int
+    ) -> tuple[TokenBatch, list[slice]]:
+        """The passes as one over the storage, and the part of its output rows that belongs to each pass."""
+        top, first = placed.top, 0
+        mask = np.zeros((width, top), np.bool_)
         token_ids, position_ids = np.zeros(width, np.int64), np.zeros(width, np.int64)
-        first = 0
         wanted: list[int] = []  # rows whose output is read
-        parts: list[slice] = []  # the part of `wanted` of each pass
+        parts: list[slice] = []
         asked: list[Wanted | None] = []  # by row of `wanted`
-        new_slots = []
         for (_, batch, _, output_read, _), cache, slots in zip(passes, caches, placed.slots, strict=True):
             count = len(slots)
-            own = mask[first : first + count]
-            own[:, cache.slots] = True
-            new_slots.append(np.concatenate((cache.speculative_slots, slots)))
-            own[:, new_slots[-1]] = batch.mask[:count, : cache.speculative + count]
-            token_ids[first : first + count] = batch.token_ids[:count]
-            position_ids[first : first + count] = batch.position_ids[:count]
-            begin = first + count - 1 if len(batch.output_rows) == 1 else first
-            first += count
-            parts.append(slice(len(wanted), len(wanted) + (first - begin if output_read else 0)))
-            wanted += range(begin, first) if output_read else ()
-            asked += [*batch.wanted, *[None] * (first - begin - len(batch.wanted))] if output_read else ()
-        output_rows = (
-            passes[0].batch.output_rows if len(passes) == 1 else self._pad_output_rows(wanted or [rows - 1], width)
-        )
-        every = np.concatenate(placed.slots)
+            end = first + count
+            own, seen = mask[first:end], cache.visible
+            own[:, : len(seen)] = seen[:top]
+            if cache.speculative:
+                own[:, cache.speculative_slots] = batch.mask[:count, : cache.speculative]
+            if slots[-1] - slots[0] < count:  # one after the other
+                own[:, slots[0] : slots[-1] + 1] = batch.mask[:count, cache.speculative : cache.speculative + count]
+            else:
+                own[:, slots] = batch.mask[:count, cache.speculative : cache.speculative + count]
+            token_ids[first:end] = batch.token_ids[:count]
+            position_ids[first:end] = batch.position_ids[:count]
+            begin = end - 1 if len(batch.output_rows) == 1 else first
+            parts.append(slice(len(wanted), len(wanted) + (end - begin if output_read else 0)))
+            if output_read:
+                wanted += range(begin, end)
+                asked += [*batch.wanted, *[None] * (end - begin - len(batch.wanted))]
+            first = end
+        if len(passes) == 1:
+            output_rows = passes[0].batch.output_rows
+        else:
+            output_rows = self._pad_output_rows(wanted or [first - 1], width)
         ranking_only = all(each.batch.ranking_only for each in passes if each.output_read)
-        together = TokenBatch(
-            token_ids, position_ids, mask, output_rows, rows, ranking_only, not wanted, wanted=tuple(asked)
-        )
+        every = None
         if self._storage.places:
-            together = replace(together, slots=every)
-        output = self._engine.score(together, self._storage)
-        if self.prefixes is not None:
-            self.prefixes.record(every, token_ids[:rows], position_ids[:rows])
-        outputs = [output] if len(passes) == 1 else [slice_output(output, rows) for rows in parts]
-        for cache, slots, run in zip(caches, new_slots, placed.runs, strict=True):
-            cache.speculative_slots, cache.run = slots, run
-        return outputs
+            every = placed.slots[0] if len(passes) == 1 else np.concatenate(placed.slots)
+        joined = (token_ids, position_ids, mask, output_rows, first, ranking_only, not wanted, every, tuple(asked))
+        return TokenBatch(*joined), parts
 
-    def _check_open(self, caches: Sequence[PooledKVCache]) -> None:
-        """Raises EngineError for a cache that is none of the open ones."""
-        if any(cache not in self.caches for cache in caches):
-            raise EngineError("this cache was closed, or belongs to another pool: open another one for the next text")
+    def move(self, rows: NDArray[np.int64], slots: NDArray[np.int64]) -> bool:
+        """Move rows of one pass to other slots of it, which follow each other, where memory allows it."""
+        moved = int((rows == slots).argmin())  # the first of them
+        try:
+            self._storage.move(rows[moved:], int(slots[moved]))
+        except MemoryError:
+            return False
+        if self.prefixes is not None:
+            self.prefixes.move(rows[moved:], slots[moved:])
+        return True
+
+    def drop_rejected(self, cache: PooledKVCache, last: int) -> None:
+        """Free the slots after a sequence's last accepted one, if no other sequence has rows there."""
+        if cache is self._newest:
+            if not self._storage.places:
+                self._storage.drop(max(last + 1, self._first))
+            self._newest = None
 
     def _place(self, caches: Sequence[PooledKVCache], counts: Sequence[int], width: int) -> Placement:
         """The slots of a pass: behind all others, padding included, or in runs of each sequence's own."""
@@ -273,7 +287,8 @@ class PooledEngine(Engine):
         prefixes = None if self.prefixes is None else self.prefixes.renumber(kept, moved)
         self._storage.compact(kept)
         for cache, slots, speculative in places:
-            cache.slots, cache.speculative_slots, cache.run = slots, speculative, Run()
+            cache.renumber(slots, speculative)
+        self._newest = None
         self.prefixes = prefixes
 
     def _order_slots(self, live: NDArray[np.bool_]) -> NDArray[np.int64]:

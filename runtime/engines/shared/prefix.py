@@ -48,6 +48,10 @@ class PrefixTree:
         """Store the tokens and positions of newly computed rows in `slots`."""
         self._tokens[slots], self._positions[slots], self._used[slots] = token_ids, position_ids, 0
 
+    def move(self, slots: NDArray[np.int64], places: NDArray[np.int64]) -> None:
+        """Rows that are not committed have moved from `slots` to `places`."""
+        self._tokens[places], self._positions[places] = self._tokens[slots], self._positions[slots]
+
     def find(self, before: int, token_ids: Sequence[int]) -> list[int]:
         """The slots of the longest prefix of these tokens that is in the tree after the text of slot `before`."""
         slots: list[int] = []

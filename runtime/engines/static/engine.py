@@ -64,10 +64,9 @@ class StaticEngine(Engine):
         self.has_queued_moves = False  # whether commits are queued that no pass has waited for
         self._executions: dict[PassShape, Execution] = {}
         self._pool: StaticPool | None = None
-        self._joint: dict[
-            StaticEngine, SharedRounds
-        ] = {}  # the rounds with a draft, of an engine for several sequences
-        self._warm: list[CacheMemory] = []  # what `warm_up` has made, while no cache uses it
+        # The rounds over two memories: graphs contain addresses, so both are kept for later texts.
+        self._rounds: dict[tuple[CacheMemory, CacheMemory], SharedRounds] = {}
+        self._idle: list[CacheMemory] = []  # of closed caches of an engine for one sequence
 
     @property
     def pool(self) -> StaticPool:
@@ -85,15 +84,12 @@ class StaticEngine(Engine):
         program = self.program
         return memory_use(self.spec, program.weight_bytes, program.workspace_bytes, program.cache_itemsize)
 
-    def new_cache(self) -> KVCache:
+    def new_cache(self, salt: str | None = None) -> KVCache:
         return StaticKVCache(self) if self.spec.max_batch == 1 else self.pool.new_cache()
 
     def warm_up(self) -> list[Callable[[], None]]:
         """See Engine.warm_up: a pass of each width, with one output row as for prompts, and with all. It makes the
-        program's context and kernels, and captures its graph. Graphs contain addresses: an engine for one sequence
-        keeps one cache's memory for them, which its caches then take in turn."""
-        if self.spec.max_batch == 1:
-            self._warm.append(CacheMemory(self, is_warm=True))
+        program's context and kernels, and captures its graph, which the next cache of this memory uses."""
         shapes = [(width, outputs) for width in self.spec.pass_widths for outputs in sorted({1, width})]
         return [partial(self._prepare, width, outputs) for width, outputs in shapes]
 
@@ -105,16 +101,16 @@ class StaticEngine(Engine):
         cache.close()
 
     def lend(self) -> CacheMemory:
-        """Memory for a cache, that of `warm_up` if no other cache uses it."""
+        """Memory for a cache, that of a closed one if there is any."""
         try:
-            return self._warm.pop()
+            return self._idle.pop()
         except IndexError:  # not checked before: another thread could take it in between
             return CacheMemory(self)
 
     def take_back(self, memory: CacheMemory) -> None:
-        """The memory of a closed cache. Only that of `warm_up` is kept."""
-        if memory.is_warm and not self.closed:
-            self._warm.append(memory)
+        """Keep the memory of a closed cache for the next one."""
+        if not self.closed:
+            self._idle.append(memory)
 
     def num_joint(self, passes: Sequence[Pass]) -> int:
         """See Engine.num_joint: 1, or the passes that fit the widest pass of an engine for several sequences."""
@@ -147,20 +143,19 @@ class StaticEngine(Engine):
             return None
         if not self.device.runs_rounds or not all(map(can_run, (self, draft))):
             return None
-        if self.spec.max_batch == 1:
-            return StaticRounds(SharedRounds(self, draft, (cache.memory, draft_cache.memory)), cache, draft_cache)
+        memories = cache.memory, draft_cache.memory
         with self.lock:
-            if draft not in self._joint:
-                self._joint[draft] = SharedRounds(self, draft, (cache.memory, draft_cache.memory))
-            return StaticRounds(self._joint[draft], cache, draft_cache)
+            if memories not in self._rounds:
+                self._rounds[memories] = SharedRounds(self, draft, memories)
+            return StaticRounds(self._rounds[memories], cache, draft_cache)
 
     def close(self) -> None:
         with self.lock:  # waits for the pass of another thread
             if not self.closed:
                 self.device.synchronize(self.stream)  # rows of a commit may be on their way
                 self._executions.clear()
-                self._warm.clear()
-                self._joint.clear()
+                self._idle.clear()
+                self._rounds.clear()
                 self._pool = None
                 self.program.close()
             self.closed = True
@@ -228,11 +223,12 @@ class StaticKVCache(GrowingKVCache):
         self._engine.take_back(self._memory)
         del self._memory
 
-    def _move(self, rows: NDArray[np.int64]) -> None:
+    def move(self, rows: NDArray[np.int64], first: int) -> None:
+        """See Storage.move."""
         if (np.diff(rows) <= 0).any():
             raise EngineError("slots must be kept in ascending order, ancestors first")
         with self._engine.lock:
-            self._memory.move(rows, self.length + np.arange(len(rows)))
+            self._memory.move(rows, first + np.arange(len(rows)))
 
 
 def missing_tensors(spec: EngineSpec, names: Sequence[str]) -> list[str]:

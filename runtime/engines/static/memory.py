@@ -38,10 +38,10 @@ def cache_geometry(spec: EngineSpec, itemsize: int) -> CacheGeometry:
 
 class CacheMemory:
     """One allocation [2 * layers, 1, H_kv, C, D] that every pass reads and writes in place, and the passes over it. The
-    caller of any method holds the engine's lock. is_warm: whether one cache after the other uses it."""
+    caller of any method holds the engine's lock."""
 
-    def __init__(self, engine: StaticEngine, is_warm: bool = False) -> None:
-        self._engine, self.is_warm = engine, is_warm
+    def __init__(self, engine: StaticEngine) -> None:
+        self._engine = engine
         self.geometry = cache_geometry(engine.spec, engine.program.cache_itemsize)
         self._memory = engine.device.allocate(self.geometry.nbytes)
         self._passes: dict[PassShape, StaticPass] = {}

@@ -155,8 +155,6 @@ class SharedRounds:
     def leave(self, cache: KVCache) -> None:
         """No round of this text follows."""
         self.texts.pop(cache, None)
-        if not self.is_joint:
-            self._rounds.clear()
 
     def _round(self, shape: RoundShape, texts: int) -> Round:
         """The round of this shape, made on first use."""
@@ -216,7 +214,7 @@ class RoundEngine(Engine):
         self.spec = shared.target.spec
         self._shared, self._shape = shared, shape
 
-    def new_cache(self) -> KVCache:
+    def new_cache(self, salt: str | None = None) -> KVCache:
         """Raises EngineError: rounds run over caches that are open."""
         raise EngineError("rounds have no caches of their own: open those of the target and of the draft")
 

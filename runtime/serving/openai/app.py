@@ -18,7 +18,7 @@ from uvicorn.middleware.proxy_headers import ProxyHeadersMiddleware
 
 from ....models.errors import DraftwoodError, RequestError, shown
 from ....models.release import own_version
-from ...decoding.scheduler import max_client_places
+from ...decoding.queue import max_client_places
 from ...prepared import Prepared
 from ...prompt import Prompt
 from ...requests.async_llm import AsyncLLM, RequestStream

@@ -12,10 +12,10 @@ from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
 
 from ....models.errors import ConfigError
-from ...decoding.loop import MAX_RUNNING
-from ...decoding.pace import MAX_PAUSE_MS, check_pause
-from ...decoding.scheduler import Scheduler
-from ...request_engines import PREFIX_CACHE_SLOTS
+from ...decoding.prefill import MAX_PAUSE_MS, check_pause
+from ...decoding.queue import FairQueue
+from ...decoding.scheduler import MAX_RUNNING
+from ...engines.shared.pool import PREFIX_CACHE_SLOTS
 from ...requests.async_llm import MAX_WAITING
 from ...speculation.bounds import Lowerable
 from ...speculation.config import SpeculativeConfig
@@ -102,7 +102,7 @@ class ModelSettings:
     private_weights: bool = False
 
     def __post_init__(self) -> None:
-        Scheduler(self.max_running, self.max_waiting)  # refuses limits under which no request could run
+        FairQueue(self.max_running, self.max_waiting)  # refuses limits under which no request could run
         check_pause(self.max_pause_ms)
 
     def to_parameters(self) -> dict[str, str]:

@@ -12,31 +12,27 @@ LENGTHS = (8, 6, 4, 3, 2)  # n-grams of a lookup that looks for long ones first
 
 
 class PromptLookup:
-    """Index of one request's text by n-grams of the given lengths. A token is entered once for each length, and a
-    lookup is one dictionary access for each."""
+    """Index of one request's text by n-grams of the given lengths. A token is entered once for each length, when
+    something is looked up, and a lookup is one dictionary access for each."""
 
     def __init__(self, ngrams: Sequence[int], length: int) -> None:
         """ngrams: lengths, those first that a lookup prefers. length: most tokens of a lookup."""
         self._length = length
-        self._text: list[int] = []
+        self._indexed = 0
         # For every length: n-gram -> position after its last earlier occurrence
         self._ends: dict[int, dict[tuple[int, ...], int]] = {ngram: {} for ngram in ngrams}
 
-    def extend(self, tokens: Sequence[int]) -> None:
-        """Append tokens of the text to the index."""
-        text = self._text
-        for token in tokens:
+    def propose(self, text: Sequence[int]) -> Match:
+        """Up to `length` tokens that followed the final n-gram. text: all tokens; it may only grow."""
+        for end in range(self._indexed, len(text)):
             for ngram, ends in self._ends.items():
-                if len(text) >= ngram:
-                    ends[tuple(text[-ngram:])] = len(text)
-            text.append(token)
-
-    def propose(self) -> Match:
-        """Up to `length` tokens that followed the final n-gram."""
+                if end >= ngram:
+                    ends[tuple(text[end - ngram : end])] = end
+        self._indexed = len(text)
         for ngram, ends in self._ends.items():
-            end = ends.get(tuple(self._text[-ngram:]))
-            if end is not None:
-                return Match(ngram, self._text[end : end + self._length])
+            found = ends.get(tuple(text[-ngram:]))
+            if found is not None:
+                return Match(ngram, list(text[found : found + self._length]))
         return NO_MATCH
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 from threading import Event
+from typing import Any
 
 import pytest
 from serving import with_chat_template
@@ -92,7 +93,7 @@ def test_a_stop_while_the_prompt_is_read_changes_nothing(llm: LLM, monkeypatch: 
     with ChatSession(llm) as session:
         text_of(session.send("hello", GREEDY))
         before = list(session.turns)
-        engine = session._shared.engines.target
+        engine: Any = session._scheduler.target
         forward = engine.forward
 
         def stopping(wanted: list[Pass]) -> object:
@@ -124,7 +125,7 @@ def test_an_error_in_an_answer_leaves_the_conversation_as_it_was(llm: LLM, monke
         text_of(session.send("hello", GREEDY))
         before = list(session.turns)
         with monkeypatch.context() as patch:
-            patch.setattr(llm.engines.target, "score", broken)
+            patch.setattr(llm.target, "score", broken)
             for chunks in (session.send("again", GREEDY), session.retry(GREEDY)):
                 with pytest.raises(EngineError, match="on purpose"):
                     text_of(chunks)
@@ -240,9 +241,9 @@ def test_what_is_no_conversation_is_not_loaded(llm: LLM, roles: list[str], named
 
 def test_turns_are_left_out_where_memory_is_smaller_than_the_context(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """A conversation that had filled the memory got shorter and shorter answers, and then no answer any more."""
-    share, slots = LLM.share, 400
-    slot_bytes = llm.kv_cache_bytes // llm.engines.target.spec.capacity
-    monkeypatch.setattr(LLM, "share", lambda llm, *_, **rest: share(llm, 1, slots * slot_bytes, **rest))
+    opened, slots = LLM.scheduler, 400
+    slot_bytes = llm.kv_cache_bytes // llm.target.spec.capacity
+    monkeypatch.setattr(LLM, "scheduler", lambda llm, *_, **rest: opened(llm, 1, 0, slots * slot_bytes, **rest))
     with ChatSession(llm) as session:
         for number in range(8):
             text_of(session.send(f"{number} " + "x" * 60, GREEDY))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -20,14 +20,14 @@ from draftwood.runtime import (
     SpeculativeConfig,
 )
 from draftwood.runtime.decoding.chunk import TokenChunk
+from draftwood.runtime.decoding.scheduler import Scheduler
 from draftwood.runtime.decoding.stats import SpecDecodeStats
 from draftwood.runtime.engines.base import ForwardOutput, KVCache, Pass, TokenBatch
 from draftwood.runtime.engines.shared.pool import PooledEngine
 from draftwood.runtime.prompt import Prompt
-from draftwood.runtime.request_engines import SharedEngines
 from draftwood.runtime.requests.async_llm import AsyncLLM
 from draftwood.runtime.text.tokenizer import Tokenizer
-from draftwood.runtime.text.writer import TextWriter
+from draftwood.runtime.text.writer import StreamChunk, TextWriter
 
 GREEDY = SamplingParams(max_tokens=24, temperature=0, ignore_eos=True)
 
@@ -56,14 +56,14 @@ def test_a_list_in_gives_a_list_out_in_order(llm: LLM) -> None:
 def test_the_prompts_of_a_list_share_passes(tiny_pair: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """On the native engine, whose rows have the same bits in every pass: ONNX Runtime's differ on some processors."""
     llm, passes = LLM(built_native(tiny_pair, tmp_path / "bundle")), 0
-    score = llm.engines.target.score
+    score = llm.target.score
 
     def counted(batch: TokenBatch, cache: KVCache) -> ForwardOutput:
         nonlocal passes
         passes += 1
         return score(batch, cache)
 
-    monkeypatch.setattr(llm.engines.target, "score", counted)
+    monkeypatch.setattr(llm.target, "score", counted)
     prompts: list[Prompt] = ["one", "two", "three", "four"]
     together = llm.generate(prompts, SamplingParams(max_tokens=24, seed=5, ignore_eos=True))
     shared, passes = passes, 0
@@ -87,12 +87,12 @@ def test_a_list_that_fails_or_is_interrupted_leaves_no_caches(
     llm: LLM, monkeypatch: pytest.MonkeyPatch, error: BaseException
 ) -> None:
     pools: list[PooledEngine] = []
-    left, share, score = iter(range(9)), llm.share, llm.engines.target.score
+    left, opened, score = iter(range(9)), llm.scheduler, llm.target.score
 
-    def noted(requests: int, prefix_cache_slots: int) -> SharedEngines:
-        shared = share(requests, prefix_cache_slots=prefix_cache_slots)
-        pools.extend(shared.pools)
-        return shared
+    def noted(*arguments: Any, **settings: Any) -> Scheduler[StreamChunk]:
+        scheduler = opened(*arguments, **settings)
+        pools.extend(scheduler.pools)  # type: ignore[arg-type]  # engines of this backend
+        return scheduler
 
     def failing(batch: TokenBatch, cache: KVCache) -> ForwardOutput:
         if next(left, None) is None:
@@ -100,8 +100,8 @@ def test_a_list_that_fails_or_is_interrupted_leaves_no_caches(
             raise error
         return score(batch, cache)
 
-    monkeypatch.setattr(llm, "share", noted)
-    monkeypatch.setattr(llm.engines.target, "score", failing)
+    monkeypatch.setattr(llm, "scheduler", noted)
+    monkeypatch.setattr(llm.target, "score", failing)
     with pytest.raises(type(error)):
         llm.generate(["one", "two", "three"], GREEDY)
     assert len(pools) == 2 and not any(pool.caches for pool in pools)

@@ -7,8 +7,8 @@ from fakes import FakeEngine, mixture, random_model
 
 from draftwood.runtime import SamplingParams, SpecDecodeStats, SpeculativeConfig
 from draftwood.runtime.decoding.decoder import SpeculativeDecoder
-from draftwood.runtime.decoding.request_state import RequestState
 from draftwood.runtime.decoding.round import Proposal
+from draftwood.runtime.decoding.state import RequestState
 from draftwood.runtime.engines.passes import Passes
 from draftwood.runtime.sampling.random import seeded_streams
 from draftwood.runtime.sampling.sampler import Sampler

@@ -22,8 +22,8 @@ from draftwood.builder.options import BuildOptions
 from draftwood.runtime import SpeculativeConfig
 from draftwood.runtime.bundle.bundle import MANIFEST, EngineBundle, checksum
 from draftwood.runtime.decoding.chunk import TokenChunk
-from draftwood.runtime.decoding.job import Job
-from draftwood.runtime.decoding.loop import select_joint
+from draftwood.runtime.decoding.request import Request
+from draftwood.runtime.decoding.scheduler import select_joint
 from draftwood.runtime.engines.backends import ONNXRUNTIME
 from draftwood.runtime.engines.base import Engine, EngineSpec, ForwardOutput, KVCache, Pass, TokenBatch
 from draftwood.runtime.engines.onnx.onnxruntime import OnnxRuntimeEngine
@@ -100,15 +100,15 @@ def test_every_prompt_fits_however_narrow_the_passes(widths: set[int], length: i
         end += rows
 
 
-def test_nobody_waits_for_a_wide_pass_but_whoever_came_in_the_middle_of_it(opened: Open) -> None:
+def test_a_wide_pass_joins_no_other(opened: Open) -> None:
     engine = opened(ONNXRUNTIME.prompt_widths)
     pool, text = PooledEngine(engine, 4 * engine.spec.capacity), random_text(600)
     cache, rows = pool.new_cache(), []
     passes = prefill_passes(pool, cache, text)
     wanted = next(passes)
     guest = pool.new_cache()
-    waiting: list[Job[TokenChunk]] = [
-        Job(steps=no_steps(), write=lambda chunk: chunk, next_pass=each)
+    waiting: list[Request[TokenChunk]] = [
+        Request(steps=no_steps(), write=lambda chunk: chunk, next_pass=each)
         for each in (wanted, next(prefill_passes(pool, guest, [1, 2, 3])))
     ]
     assert select_joint(waiting) == waiting[:1]
@@ -116,10 +116,8 @@ def test_nobody_waits_for_a_wide_pass_but_whoever_came_in_the_middle_of_it(opene
     with pytest.raises(StopIteration) as end:
         while True:
             rows.append(wanted.batch.num_tokens)
-            if len(rows) == 3:
-                guest.close()
             wanted = passes.send(wanted.run())
-    assert rows == [256, 64, 64, 192, 24]
+    assert rows == [256, 256, 64, 24]
     np.testing.assert_array_equal(end.value.value.logits, read(engine, engine.new_cache(), text)[1])
 
 

@@ -179,7 +179,6 @@ def test_an_observer_gets_its_rounds_from_the_host(pair: Pair, gpu: Machine) -> 
 
 
 def test_a_round_has_room_in_masks_and_caches(pair: Pair) -> None:
-    decoder = pair.decoder(CHAIN)
     caches = pair.target.new_cache(), pair.draft.new_cache()
     rounds = pair.target.rounds(caches[0], pair.draft, caches[1])
     assert rounds is not None and rounds.fits(RoundShape(4, 4, 1), 1)
@@ -195,7 +194,6 @@ def test_a_round_has_room_in_masks_and_caches(pair: Pair) -> None:
     pair.draft.close()
     with pytest.raises(EngineError, match="the draft engine was closed"):
         rounds.prepare(RoundShape(3, 3, 1), [1]).run()
-    decoder.close()
 
 
 def test_few_rounds_above_temperature_0_are_kept(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:

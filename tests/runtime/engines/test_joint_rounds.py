@@ -51,7 +51,7 @@ def by_host(open_llm: OpenLLM) -> list[RequestOutput]:
 
 
 def engines(llm: LLM) -> tuple[StaticEngine, StaticEngine]:
-    target, draft = llm.engines.target, llm.engines.draft
+    target, draft = llm.target, llm.draft
     assert isinstance(target, StaticEngine) and isinstance(draft, StaticEngine)
     return target, draft
 
@@ -161,7 +161,7 @@ def test_few_graphs_are_kept(
     """Another shape or number of texts takes the place of the oldest."""
     monkeypatch.setattr(static_rounds, "MOST_ROUNDS", 1)
     assert texts_of(llm.generate(PROMPTS[:2], GREEDY)) == texts_of(by_host)[:2]
-    (shared,) = engines(llm)[0]._joint.values()
+    (shared,) = engines(llm)[0]._rounds.values()
     assert len(shared._rounds) == 1
 
 

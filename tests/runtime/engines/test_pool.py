@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import ExitStack
 from pathlib import Path
 
 import numpy as np
@@ -16,9 +15,8 @@ from draftwood.models.errors import EngineError
 from draftwood.runtime.bundle.bundle import EngineBundle
 from draftwood.runtime.decoding.chunk import TokenChunk
 from draftwood.runtime.decoding.decoder import SpeculativeDecoder
-from draftwood.runtime.decoding.job import Job
-from draftwood.runtime.decoding.loop import Loop, select_joint
-from draftwood.runtime.decoding.scheduler import Scheduler
+from draftwood.runtime.decoding.request import Request
+from draftwood.runtime.decoding.scheduler import Scheduler, select_joint
 from draftwood.runtime.decoding.stats import SpecDecodeStats
 from draftwood.runtime.engines.base import Engine, ForwardOutput, KVCache, Pass, TokenBatch
 from draftwood.runtime.engines.passes import Steps, causal_batch, prefill
@@ -44,38 +42,34 @@ def decode(
 ) -> list[list[int]]:
     """Run all requests at the same time over `engines`, target first; returns their tokens."""
     target, draft = engines
-    texts: dict[Job[TokenChunk], list[int]] = {}
-    loop: Loop[Job[TokenChunk], TokenChunk] = Loop(Scheduler(len(requests), 0))
-    with ExitStack() as decoders:
-        for prompt, config, params in requests:
-            decoder = SpeculativeDecoder(target, None if config is None else draft, config, 4096, ())
-            decoders.callback(decoder.close)
-            sampler = Sampler(params, prompt, (), target.spec.model.vocab_size)
-            stats = SpecDecodeStats()
-            steps = decoder.steps(prompt, sampler, seeded_streams(params.seed), stats)
-            texts[Job(steps=steps, write=lambda chunk: chunk, stats=stats)] = []
-        for job, chunk in loop.run(list(texts)):
-            texts[job] += chunk.token_ids
+    texts: dict[Request[TokenChunk], list[int]] = {}
+    for prompt, config, params in requests:
+        decoder = SpeculativeDecoder(target, None if config is None else draft, config, 4096, ())
+        sampler = Sampler(params, prompt, (), target.spec.model.vocab_size)
+        stats = SpecDecodeStats()
+        steps = decoder.steps(prompt, sampler, seeded_streams(params.seed), stats)
+        texts[Request(steps=steps, write=lambda chunk: chunk, stats=stats)] = []
+    scheduler: Scheduler[TokenChunk] = Scheduler(len(requests))
+    for request, chunk in scheduler.run(list(texts)):
+        texts[request] += chunk.token_ids
     return list(texts.values())
 
 
-def test_a_loop_knows_how_many_jobs_share_its_passes() -> None:
+def test_a_scheduler_knows_how_many_requests_share_its_passes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Plans of rounds depend on it, and on what such passes take."""
     pool, watched = PooledEngine(fake_engines()[0], 4096), list[tuple[int, int, int, float]]()
-    loop: Loop[Job[TokenChunk], TokenChunk]
-    loop = Loop(Scheduler(3, 0), (pool,), CacheBudget(None, 4096, 64), watch=lambda *seen: watched.append(seen))
-    assert loop.num_sharing == 1
-    jobs = []
-    with ExitStack() as decoders:
-        for tokens in (2, 4, 6):
-            params, stats = SamplingParams(max_tokens=tokens, ignore_eos=True), SpecDecodeStats()
-            decoder = SpeculativeDecoder(pool, None, None, 4096, ())
-            decoders.callback(decoder.close)
-            steps = decoder.steps([1, 2], Sampler(params, [1, 2], (), VOCAB), seeded_streams(0), stats)
-            jobs.append(Job(steps=steps, write=lambda chunk: chunk, stats=stats, num_slots=64))
-        seen = [loop.num_sharing for _ in loop.run(jobs)]
+    scheduler: Scheduler[TokenChunk] = Scheduler(3, pools=(pool,), slots=CacheBudget(None, 4096, 64))
+    monkeypatch.setattr(scheduler.drafts, "observe_pass", lambda *seen: watched.append(seen))
+    assert scheduler.num_sharing == 1
+    requests = []
+    for tokens in (2, 4, 6):
+        params, stats = SamplingParams(max_tokens=tokens, ignore_eos=True), SpecDecodeStats()
+        decoder = SpeculativeDecoder(pool, None, None, 4096, ())
+        steps = decoder.steps([1, 2], Sampler(params, [1, 2], (), VOCAB), seeded_streams(0), stats)
+        requests.append(Request(steps=steps, write=lambda chunk: chunk, stats=stats, num_slots=64))
+    seen = [scheduler.num_sharing for _ in scheduler.run(requests)]
     assert seen[0] == 3 and seen[-1] == 1 and sorted(seen, reverse=True) == seen
-    assert [sharing for _, sharing, _, _ in watched] == [3, 2, 2, 1, 1]
+    assert [sharing for _, sharing, _, _ in watched] == [3, 2, 2]
     assert all(rows == sharing and seconds > 0 for rows, sharing, _, seconds in watched)
     assert [context for _, _, context, _ in watched] == sorted({context for _, _, context, _ in watched})
 
@@ -84,7 +78,7 @@ def test_memory_that_ran_out_is_used_again_where_nothing_limits_it(monkeypatch: 
     """The first texts end, and the next ones get the memory that they need."""
     target = fake_engines()[0]
     pool, score, failures = PooledEngine(target, 4096), target.score, iter([True, True])
-    loop: Loop[Job[TokenChunk], TokenChunk] = Loop(Scheduler(2, 0), (pool,), CacheBudget(None, 4096, 64))
+    scheduler: Scheduler[TokenChunk] = Scheduler(2, pools=(pool,), slots=CacheBudget(None, 4096, 64))
 
     def short(batch: TokenBatch, cache: KVCache) -> ForwardOutput:
         if next(failures, False):
@@ -92,16 +86,14 @@ def test_memory_that_ran_out_is_used_again_where_nothing_limits_it(monkeypatch: 
         return score(batch, cache)
 
     def texts() -> list[list[int]]:
-        found: dict[Job[TokenChunk], list[int]] = {}
-        with ExitStack() as decoders:
-            for first in (1, 2):
-                params, stats = SamplingParams(max_tokens=4, temperature=0), SpecDecodeStats()
-                decoder = SpeculativeDecoder(pool, None, None, 4096, ())
-                decoders.callback(decoder.close)
-                steps = decoder.steps([first, 3], Sampler(params, [first, 3], (), VOCAB), seeded_streams(0), stats)
-                found[Job(steps=steps, write=lambda chunk: chunk, stats=stats, num_slots=4096)] = []
-            for job, chunk in loop.run(list(found)):
-                found[job] += chunk.token_ids
+        found: dict[Request[TokenChunk], list[int]] = {}
+        for first in (1, 2):
+            params, stats = SamplingParams(max_tokens=4, temperature=0), SpecDecodeStats()
+            decoder = SpeculativeDecoder(pool, None, None, 4096, ())
+            steps = decoder.steps([first, 3], Sampler(params, [first, 3], (), VOCAB), seeded_streams(0), stats)
+            found[Request(steps=steps, write=lambda chunk: chunk, stats=stats, num_slots=4096)] = []
+        for request, chunk in scheduler.run(list(found)):
+            found[request] += chunk.token_ids
         return list(found.values())
 
     monkeypatch.setattr(target, "score", short)
@@ -263,9 +255,9 @@ def test_a_slot_never_computed_is_refused(engine: Engine) -> None:
 def test_a_pass_holds_as_many_as_fit_and_the_draft_goes_first() -> None:
     target, draft = (PooledEngine(engine, 4096) for engine in fake_engines())
 
-    def waiting(engine: Engine, rows: int) -> Job[TokenChunk]:
+    def waiting(engine: Engine, rows: int) -> Request[TokenChunk]:
         wanted = Pass(engine, causal_batch(engine.spec, [0] * rows, 0), engine.new_cache())
-        return Job(steps=no_steps(), write=lambda chunk: chunk, next_pass=wanted)
+        return Request(steps=no_steps(), write=lambda chunk: chunk, next_pass=wanted)
 
     for_target = [waiting(target, rows) for rows in (40, 20, 10)]
     assert select_joint(for_target) == for_target[:2]

@@ -74,7 +74,9 @@ def open_engine(tmp_path_factory: pytest.TempPathFactory, gpu: Machine) -> Open:
         engine = opened(folder, tmp_path_factory.mktemp("engine"), gpu, role)
         new_cache = engine.new_cache
 
-        def replacing() -> KVCache:  # tests of the contract close none: the oldest one makes room
+        def replacing(
+            salt: str | None = None,
+        ) -> KVCache:  # tests of the contract close none: the oldest one makes room
             if len(engine.pool._caches) == BATCH:
                 next(iter(engine.pool._caches.values())).close()
             return new_cache()

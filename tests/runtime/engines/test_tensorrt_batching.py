@@ -111,7 +111,7 @@ def test_requests_of_a_server_join_and_leave(opened: Callable[..., LLM], alone: 
         expected = [each.token_ids for each in alone] * 2
         assert [tokens for index, tokens in enumerate(found) if index != 2] == expected[:2] + expected[3:]
         assert len(found[2]) < len(expected[2])
-        engine: Any = llm.engines.target
+        engine: Any = llm.target
         assert isinstance(engine.pool, StaticPool) and len(engine.pool._caches) == 0
         assert llm.generate(PROMPTS[0], GREEDY)[0].token_ids == expected[0]
 
@@ -129,7 +129,7 @@ def test_single_requests_hold_a_place_only_while_they_run(opened: Callable[..., 
 
 def test_inspect_counts_the_caches_of_all(opened: Callable[..., LLM]) -> None:
     with opened() as llm:
-        engine: Any = llm.engines.target
+        engine: Any = llm.target
         spec = engine.spec
         assert spec.max_batch * spec.capacity * slot_bytes(spec) == engine.memory.kv_cache
         slots = f"3 × {MAX_LENGTH + 4 * WIDTHS[-1]}, {engine.memory.kv_cache / 1e6:.1f} MB when full"

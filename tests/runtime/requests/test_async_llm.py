@@ -19,10 +19,10 @@ from together import PATIENCE_S, WatchedEngine, collect, fake_engine, held, run,
 from draftwood.models.errors import ConfigError, RequestError
 from draftwood.runtime import LLM, AsyncLLM, QueueFullError, SamplingParams, SpeculativeConfig, StreamChunk
 from draftwood.runtime.bundle.bundle import EngineBundle
+from draftwood.runtime.decoding.request import Request
 from draftwood.runtime.engines.backends import BACKENDS, UNLISTED
 from draftwood.runtime.llm import Speculation
 from draftwood.runtime.requests.async_llm import DeadlineError, ShutdownError
-from draftwood.runtime.requests.stream import Request
 
 GREEDY = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True)
 LONG = SamplingParams(max_tokens=200, temperature=0, ignore_eos=True)
@@ -81,13 +81,13 @@ def test_rounds_take_turns(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     turns: list[str] = []
 
     async def three(served: AsyncLLM) -> None:
-        def noted(request: Request, chunk: StreamChunk) -> None:
+        def noted(request: Request[StreamChunk], chunk: StreamChunk) -> None:
             turns.append(request.id)
             record(request, chunk)
 
         record = served._record
         monkeypatch.setattr(served, "_record", noted)
-        with served._loop.changed:  # none starts before all are there
+        with served._scheduler.changed:  # none starts before all are there
             streams = [served.generate("same prompt", LONG, request_id=name) for name in "abc"]
             assert (served.num_running, served.num_waiting) == (2, 1)
         await asyncio.gather(*map(collect, streams))
@@ -102,7 +102,7 @@ def test_rounds_take_turns(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_full_queue_refuses_at_once(llm: LLM) -> None:
     async def four(served: AsyncLLM) -> None:
-        with served._loop.changed:  # none ends before all were sent
+        with served._scheduler.changed:  # none ends before all were sent
             streams = [served.generate("x", LONG) for _ in range(3)]
             with pytest.raises(QueueFullError, match="max-waiting"):
                 served.generate("x", LONG)
@@ -142,7 +142,7 @@ def test_bad_input_is_refused_before_it_is_queued(
 
 def test_a_request_can_be_aborted_by_its_id(llm: LLM) -> None:
     async def aborted(served: AsyncLLM) -> None:
-        with held(llm._target, passes=6):
+        with held(llm.target, passes=6):
             stream, waiting = served.generate("x", LONG, request_id="one"), served.generate("x", LONG, request_id="two")
             with pytest.raises(RequestError, match="'one' is in progress"):
                 served.generate("x", request_id="one")
@@ -160,7 +160,7 @@ def test_a_request_can_be_aborted_by_its_id(llm: LLM) -> None:
 @pytest.mark.parametrize("way", ["close", "cancel", "drop"])
 def test_a_consumer_that_goes_away_frees_the_engine(llm: LLM, way: str) -> None:
     async def gone(served: AsyncLLM) -> None:
-        with held(llm._target, passes=6):
+        with held(llm.target, passes=6):
             stream = served.generate("x", LONG)
             await anext(stream)
             if way == "close":
@@ -183,7 +183,7 @@ def test_a_consumer_that_goes_away_frees_the_engine(llm: LLM, way: str) -> None:
 
 def test_a_deadline_ends_the_running_and_the_waiting(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """By a clock on which a pass takes 20 ms."""
-    score, passes = llm._target.score, 0
+    score, passes = llm.target.score, 0
 
     def slowly(*_: object) -> NDArray[np.float64]:
         raise AssertionError("the waiting request has run")
@@ -194,7 +194,7 @@ def test_a_deadline_ends_the_running_and_the_waiting(llm: LLM, monkeypatch: pyte
         return score(*arguments)
 
     async def late(served: AsyncLLM) -> None:
-        with served._loop.changed:  # the engine's thread finds both
+        with served._scheduler.changed:  # the engine's thread finds both
             running = served.generate("x", SamplingParams(max_tokens=200, seed=0, ignore_eos=True), deadline_s=0.5)
             params = SamplingParams(logits_processors=(slowly,))
             waiting = served.generate("x", params, deadline_s=0.01)
@@ -207,7 +207,7 @@ def test_a_deadline_ends_the_running_and_the_waiting(llm: LLM, monkeypatch: pyte
             await anext(waiting)
         assert len(tokens_of(await collect(served.generate("x", GREEDY, deadline_s=20)))) == 12
 
-    monkeypatch.setattr(llm._target, "score", counted)
+    monkeypatch.setattr(llm.target, "score", counted)
     for user in ("async_llm", "engine_thread"):
         monkeypatch.setattr(f"draftwood.runtime.requests.{user}.monotonic", lambda: passes / 50)
     run(late, llm, max_running=1)
@@ -232,7 +232,7 @@ def test_an_exception_in_a_round_ends_only_its_request(llm: LLM) -> None:
 
 def test_draining_finishes_what_runs_and_takes_nothing_more(llm: LLM) -> None:
     async def drained(served: AsyncLLM) -> None:
-        with held(llm._target):
+        with held(llm.target):
             tasks = [asyncio.create_task(collect(served.generate("x", LONG))) for _ in range(3)]
             await asyncio.sleep(0)
             assert not await served.drain(0.001)
@@ -246,7 +246,7 @@ def test_draining_finishes_what_runs_and_takes_nothing_more(llm: LLM) -> None:
 
 def test_closing_ends_everybody(llm: LLM) -> None:
     async def closed(served: AsyncLLM) -> None:
-        with held(llm._target, passes=6):
+        with held(llm.target, passes=6):
             streams = [served.generate("x", LONG) for _ in range(3)]
             await anext(streams[0])
             closing = asyncio.create_task(asyncio.to_thread(served.close))
@@ -282,7 +282,7 @@ def test_caches_do_not_outlive_their_requests(llm: LLM) -> None:
             assert all(len(engine.caches) <= 4 for engine in engines)  # 3 running; one idle while another is made
 
     gc.collect()
-    engines = [engine for engine in (llm._target, llm._draft) if isinstance(engine, WatchedEngine)]
+    engines = [engine for engine in (llm.target, llm.draft) if isinstance(engine, WatchedEngine)]
     assert len(engines) == 2
     llm._idle.clear()
     run(many, llm, max_running=3)

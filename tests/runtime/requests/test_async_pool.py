@@ -6,10 +6,10 @@ import asyncio
 import gc
 import itertools
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import pytest
 from costs import table
@@ -119,7 +119,7 @@ def test_an_engine_that_fails_for_one_request_goes_on_for_the_others(llm: LLM, m
 
     async def mixed(served: AsyncLLM) -> list[list[StreamChunk] | BaseException]:
         prompts = [[10, 11, 12], [POISON, 13, 14], [15, 16, 17]]
-        with served._loop.changed:  # the engine's thread finds all of them waiting
+        with served._scheduler.changed:  # the engine's thread finds all of them waiting
             streams = [served.generate(prompt, GREEDY, speculative=None) for prompt in prompts]
         results = await asyncio.gather(*map(collect, streams), return_exceptions=True)
         assert served.accepting and 'finish_reason="error"} 1' in served.metrics.to_prometheus({})
@@ -148,11 +148,11 @@ def test_an_error_that_somebody_keeps_keeps_no_caches(llm: LLM, monkeypatch: pyt
         params = GREEDY if where == "engine" else replace(GREEDY, logits_processors=(fails,))
         if where == "engine":
             monkeypatch.setattr(FakeEngine, "score", fails_soon)
-        with served._loop.changed:  # the engine's thread finds both waiting
+        with served._scheduler.changed:  # the engine's thread finds both waiting
             streams = [served.generate([number, 11, 12], params) for number in (20, 30)]
         kept = await asyncio.gather(*map(collect, streams), return_exceptions=True)
         errors = [error for error in kept if isinstance(error, EngineError)]
-        pools = served._shared.pools
+        pools: Sequence[Any] = served._scheduler.pools
         assert len(errors) == len(pools) == 2
         await until(lambda: not any(pool.caches for pool in pools))  # the engine's thread may not have left its frame
         return errors[0]

@@ -121,7 +121,7 @@ def ask(
 
     async def asked(served: AsyncLLM) -> list[StreamChunk]:
         if at_once:
-            with served._loop.changed:  # the engine's thread finds all of them
+            with served._scheduler.changed:  # the engine's thread finds all of them
                 streams = [served.generate(prompt, GREEDY, speculative=how) for prompt in prompts]
             return [chunks[-1] for chunks in await asyncio.gather(*map(collect, streams))]
         return [(await collect(served.generate(prompt, GREEDY, speculative=how)))[-1] for prompt in prompts]
@@ -144,7 +144,7 @@ def test_a_conversation_goes_on_behind_what_was_said(pooled: LLM, llm: LLM) -> N
 def test_requests_that_come_together_read_a_prompt_once(pooled: LLM) -> None:
     """Nobody has read it when they come; they follow the first through it, chunk by chunk. Only its end, which is
     shorter than a pass, is read by as many as fit."""
-    target = pooled._target
+    target = pooled.target
     assert isinstance(target, RememberingEngine)
 
     def rows(number: int) -> int:

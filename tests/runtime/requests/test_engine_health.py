@@ -83,7 +83,7 @@ def test_it_takes_several_requests_and_one_round_ends_it(llm: LLM, monkeypatch: 
         model._engine = served
         for _ in range(2):
             with monkeypatch.context() as patch:
-                patch.setattr(llm._target, "score", broken)
+                patch.setattr(llm.target, "score", broken)
                 await fail(served, MAX_FAILURES - 1)
                 assert served.trouble is None
                 await fail(served, 1)
@@ -132,7 +132,7 @@ def test_clients_cannot_make_it_look_broken(llm: LLM) -> None:
 
 def test_a_crowd_that_fails_at_the_same_time_counts_as_many(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     async def work(served: AsyncLLM) -> None:
-        monkeypatch.setattr(llm._target, "score", broken)
+        monkeypatch.setattr(llm.target, "score", broken)
         streams = [served.generate(f"hello {number}", GREEDY) for number in range(MAX_FAILURES)]
         results = await asyncio.gather(*map(collect, streams), return_exceptions=True)
         assert all(isinstance(result, EngineError) for result in results)
@@ -143,7 +143,7 @@ def test_a_crowd_that_fails_at_the_same_time_counts_as_many(llm: LLM, monkeypatc
 
 def test_choices_of_one_call_that_fail_count_once(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     async def work(served: AsyncLLM) -> None:
-        monkeypatch.setattr(llm._target, "score", broken)
+        monkeypatch.setattr(llm.target, "score", broken)
         for call in range(MAX_FAILURES):
             assert served.trouble is None
             streams = [served.generate("hello", GREEDY, call=call) for _ in range(MAX_FAILURES)]
@@ -155,7 +155,7 @@ def test_choices_of_one_call_that_fail_count_once(llm: LLM, monkeypatch: pytest.
 
 
 def test_a_pass_without_an_end_is_seen_while_it_lasts(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    forward, reached, go = llm._target.score, Event(), Event()
+    forward, reached, go = llm.target.score, Event(), Event()
 
     def hanging(*arguments: Any) -> Any:
         reached.set()
@@ -163,7 +163,7 @@ def test_a_pass_without_an_end_is_seen_while_it_lasts(llm: LLM, monkeypatch: pyt
         return forward(*arguments)
 
     async def work(served: AsyncLLM) -> None:
-        monkeypatch.setattr(llm._target, "score", hanging)
+        monkeypatch.setattr(llm.target, "score", hanging)
         stream = served.generate("hello", GREEDY)
         await asyncio.to_thread(reached.wait, PATIENCE_S)
         assert served.trouble is None

@@ -130,7 +130,7 @@ def crowd(llm: LLM, flaky: Flaky) -> tuple[list[list[StreamChunk] | BaseExceptio
     """Six requests at a time, and the metrics at their end."""
 
     async def six(served: AsyncLLM) -> tuple[list[list[StreamChunk] | BaseException], str]:
-        with served._loop.changed:  # the engine's thread finds all of them waiting
+        with served._scheduler.changed:  # the engine's thread finds all of them waiting
             streams = [served.generate(f"{TEXT} {number}", GREEDY) for number in range(6)]
         results = await asyncio.gather(*map(collect, streams), return_exceptions=True)
         assert served.accepting and not served.num_running
@@ -144,9 +144,9 @@ def crowd(llm: LLM, flaky: Flaky) -> tuple[list[list[StreamChunk] | BaseExceptio
 
 def test_a_shared_pass_that_fails_once_is_nobodys_fault(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """Now and then a pass of the target fails; each request in it is asked again alone, and that succeeds."""
-    flaky = Flaky(llm._target.score, lambda call: False)
+    flaky = Flaky(llm.target.score, lambda call: False)
     expected = [llm.generate(f"{TEXT} {number}", GREEDY)[0].token_ids for number in range(6)]
-    monkeypatch.setattr(llm._target, "score", flaky)
+    monkeypatch.setattr(llm.target, "score", flaky)
     last = [0]
 
     def every_fourth(call: int) -> bool:
@@ -163,8 +163,8 @@ def test_a_shared_pass_that_fails_once_is_nobodys_fault(llm: LLM, monkeypatch: p
 def test_an_engine_that_fails_for_good_fails_everybody_and_comes_back(
     llm: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    flaky = Flaky(llm._target.score, lambda call: call > 5)
-    monkeypatch.setattr(llm._target, "score", flaky)
+    flaky = Flaky(llm.target.score, lambda call: call > 5)
+    monkeypatch.setattr(llm.target, "score", flaky)
     results, metrics = crowd(llm, flaky)
     assert all(isinstance(result, EngineError) for result in results)
     assert 'finish_reason="error"} 6' in metrics and 'finish_reason="length"} 1' in metrics

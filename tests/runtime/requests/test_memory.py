@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from contextlib import closing
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -23,8 +22,7 @@ from draftwood.runtime import LLM, AsyncLLM, SamplingParams, SpeculativeConfig
 from draftwood.runtime.bundle.bundle import EngineBundle
 from draftwood.runtime.decoding.chunk import TokenChunk
 from draftwood.runtime.decoding.decoder import SpeculativeDecoder
-from draftwood.runtime.decoding.job import Job
-from draftwood.runtime.decoding.loop import Loop
+from draftwood.runtime.decoding.request import Request
 from draftwood.runtime.decoding.scheduler import Scheduler
 from draftwood.runtime.decoding.stats import SpecDecodeStats
 from draftwood.runtime.engines.backends import BACKENDS, slot_bytes
@@ -118,7 +116,7 @@ def llm(tiny_bundle: Path) -> Any:
 
 
 def test_the_default_is_a_share_of_what_is_there(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    specs = [llm.engines.target.spec]
+    specs = [llm.target.spec]
     few, many = ((1 << exponent) for exponent in (28, 34))
     budgets = []
     for there in (few, many):
@@ -142,7 +140,7 @@ def test_the_default_is_a_share_of_what_is_there(llm: LLM, monkeypatch: pytest.M
 
 
 def limited(llm: LLM, slots: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    budget = replace(cache_budget([llm.engines.target.spec], None), slots=slots, padding=64)
+    budget = replace(cache_budget([llm.target.spec], None), slots=slots, padding=64)
     monkeypatch.setattr("draftwood.runtime.llm.cache_budget", lambda *_: budget)
 
 
@@ -159,12 +157,12 @@ def test_requests_wait_for_slots_in_order_and_the_impossible_is_refused(
 
         def watched(*arguments: Any) -> Any:
             nonlocal most
-            most = max(most, sum(request.next_pass is not None for request in served._loop.scheduler.running))
+            most = max(most, sum(request.next_pass is not None for request in served._scheduler.queue.running))
             return forward(*arguments)
 
-        forward = llm._target.score
-        monkeypatch.setattr(llm._target, "score", watched)
-        with served._loop.changed:  # the engine's thread finds all of them
+        forward = llm.target.score
+        monkeypatch.setattr(llm.target, "score", watched)
+        with served._scheduler.changed:  # the engine's thread finds all of them
             streams = [served.generate([5, number], GREEDY) for number in range(8)]
         texts = await asyncio.gather(*map(collect, streams))
         assert [tokens_of(text) for text in texts] == [
@@ -183,7 +181,7 @@ def test_passes_without_memory_are_tried_again_and_no_text_changes(llm: LLM, fai
 
     async def work(served: AsyncLLM) -> None:
         nonlocal calls
-        forward = llm._target.score
+        forward = llm.target.score
 
         def short(*arguments: Any) -> Any:
             nonlocal calls
@@ -193,8 +191,8 @@ def test_passes_without_memory_are_tried_again_and_no_text_changes(llm: LLM, fai
             return forward(*arguments)
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(llm._target, "score", short)
-            with served._loop.changed:  # the engine's thread finds all of them
+            patch.setattr(llm.target, "score", short)
+            with served._scheduler.changed:  # the engine's thread finds all of them
                 streams = [served.generate([5, number], GREEDY) for number in range(4)]
             results = await asyncio.gather(*map(collect, streams), return_exceptions=True)
         for number, result in enumerate(results):
@@ -214,7 +212,7 @@ def test_memory_that_never_suffices_is_seen_by_health(llm: LLM, monkeypatch: pyt
 
     async def work(served: AsyncLLM) -> None:
         with monkeypatch.context() as patch:
-            patch.setattr(llm._target, "score", never)
+            patch.setattr(llm.target, "score", never)
             results = await asyncio.gather(
                 *(collect(served.generate([5, number], GREEDY)) for number in range(8)), return_exceptions=True
             )
@@ -236,7 +234,7 @@ class Growing(FakeCache):
 
 
 def test_texts_that_only_together_find_no_memory_are_read_one_by_one(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    forward, widest, alone = llm._target.score, 0, True
+    forward, widest, alone = llm.target.score, 0, True
 
     def narrow(batch: TokenBatch, cache: KVCache) -> ForwardOutput:
         nonlocal widest
@@ -247,11 +245,11 @@ def test_texts_that_only_together_find_no_memory_are_read_one_by_one(llm: LLM, m
 
     async def work(served: AsyncLLM) -> None:
         nonlocal alone
-        monkeypatch.setattr(llm._target, "score", narrow)
+        monkeypatch.setattr(llm.target, "score", narrow)
         monkeypatch.setattr(FakeCache, "shrink", Growing.shrink)
         expected = [tokens_of(list(llm.stream([number], GREEDY))) for number in range(2)]
         alone = False
-        with served._loop.changed:  # the engine's thread finds all of them
+        with served._scheduler.changed:  # the engine's thread finds all of them
             streams = [served.generate([number], GREEDY) for number in range(2)]
         assert [tokens_of(text) for text in await asyncio.gather(*map(collect, streams))] == expected
 
@@ -259,7 +257,7 @@ def test_texts_that_only_together_find_no_memory_are_read_one_by_one(llm: LLM, m
 
 
 class Short(FakeEngine):
-    def new_cache(self) -> FakeCache:
+    def new_cache(self, salt: str | None = None) -> FakeCache:
         return Growing()
 
     def score(self, batch: TokenBatch, cache: KVCache) -> ForwardOutput:
@@ -278,28 +276,22 @@ def test_a_full_cache_ends_no_text_because_of_an_empty_one(drafts: bool) -> None
     model, plain = random_model(3, 6), CostModel(passes(0.01, 0.01), passes(0.01, 0.01), FREE, FREE, {})
     pools = PooledEngine(Short(model, 6), 8192), PooledEngine(Short(model, 6, "draft"), 8192)
     budget, params = CacheBudget(8128, 4096, 64, 64), SamplingParams(max_tokens=120, temperature=0)
-    loop: Loop[Job[TokenChunk], TokenChunk] = Loop(Scheduler(4, 0), pools, budget)
-    lengths, errors = Counter[str | None](), list[BaseException]()
+    scheduler: Scheduler[TokenChunk] = Scheduler(4, pools=pools, slots=budget)
+    lengths, errors = Counter[str](), list[BaseException]()
 
     def steps_of(number: int, config: SpeculativeConfig | None) -> Steps[TokenChunk]:
         prompt = [number, *[1] * 170]
-        decoder = SpeculativeDecoder(*pools, config, 4096, (), plain, lambda: loop.num_sharing)
-        with closing(decoder):
-            yield from decoder.steps(prompt, Sampler(params, prompt, (), 6), seeded_streams(0), SpecDecodeStats())
+        decoder = SpeculativeDecoder(*pools, config, 4096, (), plain, lambda: scheduler.num_sharing)
+        sampler = Sampler(params, prompt, (), 6)
+        return decoder.steps(prompt, sampler, seeded_streams(0), SpecDecodeStats(), salt=str(number))
 
     for number in range(4):
         steps = steps_of(number, SpeculativeConfig() if drafts else None)
-        loop.add(
-            Job(
-                steps=steps,
-                write=partial(lambda chunk: chunk),
-                num_slots=budget.needed(171, 120),
-                cache_salt=str(number),
-            )
-        )
-    while loop.scheduler.num_running:
-        for job, chunk, error in loop.step():
-            lengths[job.cache_salt] += len(chunk.token_ids) if chunk else 0
+        slots = budget.needed(171, 120)
+        scheduler.add(Request(steps=steps, write=partial(lambda chunk: chunk), num_slots=slots, id=str(number)))
+    while scheduler.queue.running:
+        for request, chunk, error in scheduler.step():
+            lengths[request.id] += len(chunk.token_ids) if chunk else 0
             errors += [] if error is None else [error]
     assert [lengths[name] for name in "01"] == [120, 120]
     assert len(errors) == 2 and all(isinstance(error, OutOfMemoryError) for error in errors)

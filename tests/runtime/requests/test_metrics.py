@@ -8,7 +8,8 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from draftwood.models.errors import ConfigError
-from draftwood.runtime.requests.metrics import COUNTERS, GAUGES, HISTOGRAMS, DraftCounts, ServingMetrics
+from draftwood.runtime.decoding.stats import DraftCounts
+from draftwood.runtime.requests.metrics import COUNTERS, GAUGES, HISTOGRAMS, ServingMetrics
 
 NOW = dict(zip(GAUGES, (2.0, 1.0, 1.0, 2.0, 1.0), strict=True))
 # Of the same records, as it was written before prometheus_client wrote it.

@@ -84,7 +84,7 @@ def url(listener: socket.socket) -> str:
 
 def test_nobody_waits_for_a_slow_reader_and_it_gets_all_of_its_text(llm: LLM) -> None:
     def visit(listener: socket.socket, async_llm: AsyncLLM) -> str:
-        with held(llm._target):
+        with held(llm.target):
             slow = asked(listener, {**BODY, "max_tokens": 900, "logprobs": 5, "stream": True})
             wait_for(lambda: async_llm.num_running == 1)
         with slow:
@@ -125,7 +125,7 @@ def test_a_connection_that_says_nothing_is_closed_and_a_long_answer_is_not(
                     tokens: int = answer.json()["usage"]["completion_tokens"]
                     return tokens
 
-        with ThreadPoolExecutor(1) as threads, held(llm._target):  # the answer takes longer than all that follows
+        with ThreadPoolExecutor(1) as threads, held(llm.target):  # the answer takes longer than all that follows
             answer = threads.submit(complete)
             wait_for(lambda: async_llm.num_running == 1)
             for said, answers in ((b"", 0), (asking, 0), (asking, 1)):

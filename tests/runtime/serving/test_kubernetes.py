@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from bundling import ROOT
 
-from draftwood.runtime.decoding.loop import MAX_RUNNING, out_of_memory
-from draftwood.runtime.decoding.scheduler import QueueFullError, Scheduler
+from draftwood.runtime.decoding.queue import FairQueue, QueueFullError
+from draftwood.runtime.decoding.scheduler import MAX_RUNNING, out_of_memory
 from draftwood.runtime.requests.metrics import GAUGES, ServingMetrics
 from draftwood.runtime.serving.places import Places
 from draftwood.runtime.serving.triton.contract import OPTIONAL_INPUTS, PROMPT
@@ -72,7 +72,7 @@ def test_liveness_is_an_inference_that_a_busy_server_passes(container: Any) -> N
     assert f"/v2/models/{MODEL}/generate" in script and f"--load-model={MODEL}" in container["command"]
     limit = float(re.findall(r"--max-time (\d+)", script)[0])
     assert body["timeout"] / 1e6 < limit < probe["timeoutSeconds"] <= probe["periodSeconds"]
-    scheduler: Scheduler[int] = Scheduler(1, 0)
+    scheduler: FairQueue[int] = FairQueue(1, 0)
     scheduler.submit(1)
     with pytest.raises(QueueFullError) as full:
         scheduler.submit(2)

@@ -42,14 +42,14 @@ def llm(tiny_bundle: Path) -> Iterator[LLM]:
 
 
 def break_after(llm: LLM, passes: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    forward, left = llm._target.score, iter(range(passes))
+    forward, left = llm.target.score, iter(range(passes))
 
     def breaking(*arguments: Any) -> Any:
         if next(left, None) is None:
             raise ZeroDivisionError("an address in memory")
         return forward(*arguments)
 
-    monkeypatch.setattr(llm._target, "score", breaking)
+    monkeypatch.setattr(llm.target, "score", breaking)
 
 
 async def post(

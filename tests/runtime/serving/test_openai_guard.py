@@ -14,7 +14,7 @@ import pytest
 pytest.importorskip("fastapi", reason="needs the [serve] extra")
 from starlette.types import Message, Receive, Scope, Send
 
-from draftwood.runtime.decoding.scheduler import max_client_places
+from draftwood.runtime.decoding.queue import max_client_places
 from draftwood.runtime.serving.http.bodies import ArrivingBodies
 from draftwood.runtime.serving.http.clients import ApiKey
 from draftwood.runtime.serving.http.errors import Refusal

@@ -35,7 +35,7 @@ def run(llm: LLM, work: Callable[[Any], Awaitable[T]], crowd: int = 0, **options
         with AsyncLLM(llm, **options) as async_llm:
             transport = httpx.ASGITransport(create_app(async_llm, "m", Limits(10000, 100)))
             async with httpx.AsyncClient(transport=transport, base_url="http://server", timeout=120) as client:
-                with held(llm._target):
+                with held(llm.target):
                     working = asyncio.ensure_future(work(client))
                     await until(lambda: async_llm.num_running + async_llm.num_waiting >= crowd)
                 return await working

@@ -131,14 +131,14 @@ def test_a_call_of_a_tool_has_the_reason_of_the_answer(tiny_bundle: Path, tmp_pa
 def test_an_engine_that_breaks_is_an_error_without_its_message(
     llm: LLM, monkeypatch: pytest.MonkeyPatch, passes: int, stream: bool, status: int
 ) -> None:
-    score, left = llm._target.score, iter(range(passes))
+    score, left = llm.target.score, iter(range(passes))
 
     def breaking(*arguments: Any) -> Any:
         if next(left, None) is None:
             raise ZeroDivisionError("an address in memory")
         return score(*arguments)
 
-    monkeypatch.setattr(llm._target, "score", breaking)
+    monkeypatch.setattr(llm.target, "score", breaking)
     answer, [span] = traced(llm, BODY | {"max_tokens": 20, "stream": stream, "speculative": None})
     found = dict(span.attributes or {})
     assert answer.status_code == found["http.response.status_code"] == status

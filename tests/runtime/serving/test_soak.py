@@ -107,8 +107,8 @@ def test_ten_thousand_rounds_leave_nothing_behind(llm: LLM) -> None:
         while served.num_running or served.num_waiting:
             await asyncio.sleep(0.01)
         gc.collect()
-        pools: Sequence[Any] = served._shared.pools
-        assert len(pools) == 2 and not len(served._loop.scheduler)
+        pools: Sequence[Any] = served._scheduler.pools
+        assert len(pools) == 2 and not len(served._scheduler.queue)
         for pool in pools:
             assert not pool.caches and pool._storage.speculative <= 2 * RETAINED
         return sys.getallocatedblocks()

@@ -18,7 +18,7 @@ pytest.importorskip("tritonclient.grpc", reason="tritonclient, the [triton] extr
 
 from triton_client import BEGUN, ENDLESS, FAULTS, OWN, SLOW, Call, ask, inputs, metric, post  # noqa: E402 - after the skips
 
-from draftwood.runtime.decoding.scheduler import max_client_places  # noqa: E402
+from draftwood.runtime.decoding.queue import max_client_places  # noqa: E402
 from draftwood.runtime.requests.async_llm import MAX_WAITING  # noqa: E402
 from draftwood.runtime.serving.triton.contract import ModelSettings  # noqa: E402
 from draftwood.runtime.serving.triton.repository import Placement, write_model  # noqa: E402

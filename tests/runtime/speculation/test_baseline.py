@@ -102,8 +102,8 @@ def test_the_ranking_of_the_graph_is_used_only_when_it_is_the_requests_own() -> 
 @given(text=st.lists(st.integers(0, 3), max_size=40), ngram=st.integers(1, 3), length=st.integers(1, 4))
 def test_lookup_finds_the_last_earlier_occurrence(text: list[int], ngram: int, length: int) -> None:
     lookup = PromptLookup((ngram,), length)
-    for token in text:
-        lookup.extend([token])
+    for end in range(len(text)):
+        lookup.propose(text[:end])
     ends = [end for end in range(ngram, len(text)) if text[end - ngram : end] == text[len(text) - ngram :]]
     found = ends and len(text) >= ngram
-    assert lookup.propose() == (Match(ngram, text[ends[-1] : ends[-1] + length]) if found else NO_MATCH)
+    assert lookup.propose(text) == (Match(ngram, text[ends[-1] : ends[-1] + length]) if found else NO_MATCH)

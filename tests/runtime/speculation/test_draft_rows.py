@@ -52,8 +52,7 @@ def scored(
     """One round of a configuration's proposals. Also checks the number of their tokens."""
     draft = Watched(predict, VOCABULARY, "draft", accept=(lambda context: 0.7) if config.key == "head" else None)
     draft.rows = []
-    proposer = DraftProposer(draft)
-    run(proposer.start(PROMPT, read=False))
+    proposer = DraftProposer(draft, list(PROMPT))
     graph, params = TokenGraph(PROMPT[-1]), SamplingParams(temperature=0 if greedy else 1)
     sampler = Sampler(params, PROMPT, (), VOCABULARY)
     grower, stream = config.grower(greedy, 64, estimate), seeded_streams(seed).draft

@@ -97,4 +97,3 @@ def test_a_seeded_text_depends_on_no_clock(seed: int | None, learns: bool) -> No
     sampler = Sampler(params, PROMPT, (), target.spec.model.vocab_size)
     assert [chunk.token_ids for chunk in decoder.generate(PROMPT, sampler, seeded_streams(0), SpecDecodeStats())]
     assert drift.is_stale(1.0) != learns
-    decoder.close()

@@ -1,9 +1,8 @@
-"""Pace: how long running texts wait for the prompts of others, in the seconds of measured passes."""
+"""PrefillLimit: how long running texts wait for the prompts of others, in the seconds of measured passes."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TypeVar
 
 from ...models.bindings import DRAFT
 from ...models.errors import ConfigError
@@ -14,7 +13,6 @@ MAX_PAUSE_MS = 100.0  # default
 # Assumed time of the host for the log-probabilities of a row, per token of the vocabulary: 1.0 ms of 49,152 on a Zen 3.
 SCORE_SECONDS = 20e-9
 LEAST_ROWS = 2.0  # passes of one row: a shorter pause would make prompts take as long as texts
-J = TypeVar("J")
 
 
 def check_pause(milliseconds: float) -> None:
@@ -23,7 +21,7 @@ def check_pause(milliseconds: float) -> None:
         raise ConfigError(f"max_pause_ms must be above 0, not {milliseconds!r}")
 
 
-class Pace:
+class PrefillLimit:
     """Between two chunks of a text, passes over prompts of others take at most so long, by the cost model: prompts are
     read in chunks that fit, and wait where no time is left. So does a draft that begins to read a running text. Where
     two passes of one row take longer, a chunk may take that long.
@@ -36,14 +34,13 @@ class Pace:
         self._costs = costs
         self._seconds = milliseconds / 1000
 
-    def most_rows(self, spec: EngineSpec, context: int, scored: bool = False) -> int:
-        """Rows of the widest pass over a prompt, behind `context` tokens, that keeps the pause. scored: the
-        log-probabilities of all its rows are wanted."""
+    def most_rows(self, spec: EngineSpec, context: int) -> int:
+        """Rows of the widest pass over a prompt after `context` tokens that keeps the pause."""
         passes = self._passes(spec.role)
         if passes is None:
             return spec.max_width
-        allowed, each = max(self._seconds, LEAST_ROWS * passes.at(1, context)), score_seconds(spec) if scored else 0.0
-        fitting = (width for width in spec.widths if passes.at(width, context) + width * each <= allowed)
+        allowed = max(self._seconds, LEAST_ROWS * passes.at(1, context))
+        fitting = (width for width in spec.widths if passes.at(width, context) <= allowed)
         return max(fitting, default=spec.widths[0])
 
     def added(self, texts: Sequence[Pass], prompts: Sequence[Pass]) -> float:
@@ -60,21 +57,21 @@ class Pace:
         host = score_seconds(prompts[0].engine.spec) * count_rows(scored)
         return host + passes.at(alone + count_rows(prompts), context) - (passes.at(alone, context) if alone else 0.0)
 
-    def admit(self, waiting: Sequence[tuple[J, Pass, bool]], waited: float) -> list[J]:
-        """The jobs of `waiting`, in this order, whose passes may be part of the next one: of each the pass, and whether
-        it is one of a running text that reads no prompt. waited: seconds that such texts have waited for prompts, at
-        most, since their last chunks."""
-        texts = [wanted for _, wanted, running in waiting if running]
-        admitted: list[J] = []
+    def admit(self, waiting: Sequence[tuple[Pass, bool]], waited: float) -> list[bool]:
+        """Whether each of these passes may be part of the next one. waiting: with each, whether it is one of a running
+        text that reads no prompt. waited: seconds that such texts have waited for prompts, at most, since their last
+        chunks."""
+        texts = [wanted for wanted, writes in waiting if writes]
+        admitted: list[bool] = []
         prompts: list[Pass] = []
-        for job, wanted, running in waiting:
-            if not running and waited + self.added(texts, [*prompts, wanted]) > self._seconds:
-                if waited or admitted:
-                    continue
-                return [job]  # its turn, and too long beside texts: a chunk has at most `most_rows`
-            if not running:
+        for wanted, writes in waiting:
+            fits = writes or waited + self.added(texts, [*prompts, wanted]) <= self._seconds
+            if not fits and not waited and True not in admitted:
+                # Its turn, and too long beside texts: a chunk has at most `most_rows`.
+                return [each is wanted for each, _ in waiting]
+            if fits and not writes:
                 prompts.append(wanted)
-            admitted.append(job)
+            admitted.append(fits)
         return admitted
 
     def _passes(self, role: str) -> PassCosts | None:

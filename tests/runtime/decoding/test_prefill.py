@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import closing
 from dataclasses import replace
 from functools import partial
 
@@ -15,13 +14,11 @@ from numpy.typing import NDArray
 from draftwood.models.errors import ConfigError
 from draftwood.runtime.decoding.chunk import TokenChunk
 from draftwood.runtime.decoding.decoder import SpeculativeDecoder
-from draftwood.runtime.decoding.job import Job
-from draftwood.runtime.decoding.loop import Loop
-from draftwood.runtime.decoding.pace import Pace
+from draftwood.runtime.decoding.prefill import PrefillLimit
+from draftwood.runtime.decoding.request import Request
 from draftwood.runtime.decoding.scheduler import Scheduler
 from draftwood.runtime.decoding.stats import SpecDecodeStats
 from draftwood.runtime.engines.base import ForwardOutput, KVCache, Pass, TokenBatch
-from draftwood.runtime.engines.passes import Steps
 from draftwood.runtime.engines.shared.memory import CacheBudget
 from draftwood.runtime.engines.shared.pool import PooledEngine
 from draftwood.runtime.sampling.params import SamplingParams
@@ -65,10 +62,9 @@ class Texts:
             Timed(self.clock, costs.draft, confident, "draft"),
         )
         self._pools = tuple(PooledEngine(engine, 1 << 14) for engine in self.engines)
-        pace = None if milliseconds is None else Pace(costs, milliseconds)
-        self.loop: Loop[Job[TokenChunk], TokenChunk] = Loop(
-            Scheduler(32, 0), self._pools, CacheBudget(None, 4096, 64), pace
-        )
+        pace = None if milliseconds is None else PrefillLimit(costs, milliseconds)
+        self.scheduler: Scheduler[TokenChunk]
+        self.scheduler = Scheduler(32, pools=self._pools, slots=CacheBudget(None, 4096, 64), prefill=pace)
         self._experience, self._budget, self._rng = Experience(), DraftBudget(), np.random.default_rng(0)
         self.found: dict[int, list[int]] = {}
         self.pauses = dict[int, float]()
@@ -80,27 +76,33 @@ class Texts:
         self.found[number] = []
         target, draft = self._pools
         decoder = SpeculativeDecoder(
-            target, draft, config, 4096, (), self._costs, lambda: self.loop.num_sharing, self._experience, self._budget
+            target,
+            draft,
+            config,
+            4096,
+            (),
+            self._costs,
+            lambda: self.scheduler.num_sharing,
+            self._experience,
+            self._budget,
         )
 
-        def steps() -> Steps[TokenChunk]:
-            with closing(decoder):
-                yield from decoder.steps(prompt, Sampler(params, prompt, (), VOCAB), seeded_streams(0), stats)
-
-        self.loop.add(Job(steps=steps(), write=partial(lambda chunk: chunk), stats=stats, cache_salt=str(number)))
+        sampler = Sampler(params, prompt, (), VOCAB)
+        steps = decoder.steps(prompt, sampler, seeded_streams(0), stats, salt=str(number))
+        self.scheduler.add(Request(steps=steps, write=partial(lambda chunk: chunk), stats=stats, id=str(number)))
 
     def step(self) -> None:
-        for job, chunk, error in self.loop.step():
+        for request, chunk, error in self.scheduler.step():
             assert error is None
             if chunk is not None:
-                number, now = int(job.cache_salt or 0), self.clock.seconds
+                number, now = int(request.id), self.clock.seconds
                 self.found[number] += chunk.token_ids
                 if number in self._last:
                     self.pauses[number] = max(self.pauses.get(number, 0.0), now - self._last[number])
                 self._last[number] = now
 
     def run(self) -> None:
-        while self.loop.scheduler.num_running:
+        while self.scheduler.queue.running:
             self.step()
 
 
@@ -145,23 +147,21 @@ def test_prompts_are_read_however_slow_the_machine_is() -> None:
 
 
 def test_a_chunk_is_as_wide_as_the_pause_allows() -> None:
-    pace = Pace(COSTS, 50)
+    pace = PrefillLimit(COSTS, 50)
     target, draft = (replace(FakeEngine(confident, VOCAB, role).spec, widths=WIDTHS) for role in ("target", "draft"))
     assert pace.most_rows(target, 0) == 16  # 40 ms; 17 rows are padded to 32, which take 72
     assert pace.most_rows(draft, 0) == 64
-    assert Pace(CostModel(COSTS.target, None, FREE, FREE, {}), 50).most_rows(draft, 0) == 64
+    assert PrefillLimit(CostModel(COSTS.target, None, FREE, FREE, {}), 50).most_rows(draft, 0) == 64
     with pytest.raises(ConfigError, match="max_pause_ms"):
-        Pace(COSTS, 0)
+        PrefillLimit(COSTS, 0)
     with pytest.raises(ConfigError, match="max_pause_ms"):
-        Pace(COSTS, float("nan"))
+        PrefillLimit(COSTS, float("nan"))
 
 
 def test_a_chunk_leaves_time_for_the_log_probabilities_of_its_rows() -> None:
-    pace, engine = Pace(COSTS, 50), FakeEngine(confident, VOCAB)
+    pace, engine = PrefillLimit(COSTS, 50), FakeEngine(confident, VOCAB)
     spec = replace(engine.spec, model=replace(engine.spec.model, vocab_size=100_000), widths=WIDTHS)
     engine.spec = spec
-    assert pace.most_rows(spec, 0) == 16
-    assert pace.most_rows(spec, 0, scored=True) == 8  # 24 ms, and 2 for each; 9 rows take 40 and 18
     scored, unscored = (
         Pass(engine, TokenBatch.pad([1] * 4, np.arange(4), np.tri(4, dtype=np.bool_), 4, last_only), engine.new_cache())
         for last_only in (False, True)

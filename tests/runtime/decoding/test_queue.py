@@ -1,4 +1,4 @@
-"""Scheduler: turns, places and the queue, over any sequence of events."""
+"""FairQueue: turns, places and the queue, over any sequence of events."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from draftwood.models.errors import ConfigError
-from draftwood.runtime.decoding.scheduler import QueueFullError, Scheduler, is_within_share, max_client_places
+from draftwood.runtime.decoding.queue import FairQueue, QueueFullError, is_within_share, max_client_places
 
 T = TypeVar("T")
 
 
-def turn(scheduler: Scheduler[T]) -> T:
+def turn(scheduler: FairQueue[T]) -> T:
     """Serve whose turn it is."""
     served = scheduler.running[0]
     scheduler.rotate(served)
@@ -23,7 +23,7 @@ def turn(scheduler: Scheduler[T]) -> T:
 
 
 def test_turns_go_round_and_a_newcomer_waits_for_one_round() -> None:
-    scheduler: Scheduler[str] = Scheduler(max_running=3, max_waiting=1)
+    scheduler: FairQueue[str] = FairQueue(max_running=3, max_waiting=1)
     for name in "ab":
         scheduler.submit(name)
     assert [turn(scheduler) for _ in range(3)] == ["a", "b", "a"]
@@ -32,7 +32,7 @@ def test_turns_go_round_and_a_newcomer_waits_for_one_round() -> None:
 
 
 def test_places_are_given_in_order_of_arrival() -> None:
-    scheduler: Scheduler[str] = Scheduler(max_running=1, max_waiting=3)
+    scheduler: FairQueue[str] = FairQueue(max_running=1, max_waiting=3)
     for name in "abcd":
         scheduler.submit(name)
     with pytest.raises(QueueFullError, match="1 requests are running and 3 waiting"):
@@ -47,7 +47,7 @@ def test_places_are_given_in_order_of_arrival() -> None:
 
 def test_clients_that_wait_get_places_in_turn() -> None:
     """A hundred requests of one client delay another's single one by one of them."""
-    scheduler: Scheduler[str] = Scheduler(max_running=1, max_waiting=200)
+    scheduler: FairQueue[str] = FairQueue(max_running=1, max_waiting=200)
     for number in range(100):
         scheduler.submit(f"a{number}", "a")
     for name in ("b0", "b1", "c0"):
@@ -63,7 +63,7 @@ def test_clients_that_wait_get_places_in_turn() -> None:
 
 def test_users_take_turns_within_their_client_and_never_across() -> None:
     """Inventing users gains a client nothing, and naming another client's users takes nothing from it."""
-    scheduler: Scheduler[str] = Scheduler(max_running=1, max_waiting=100)
+    scheduler: FairQueue[str] = FairQueue(max_running=1, max_waiting=100)
     scheduler.submit("now", "a")
     for request in ("a1 first", "a1 second", "a1 third", "a2 first", "a3 first"):
         scheduler.submit(request, "a", request[:2])
@@ -77,7 +77,7 @@ def test_users_take_turns_within_their_client_and_never_across() -> None:
     assert served == ["now", *a_and_b]
 
 
-def fill(scheduler: Scheduler[object], client: str | None, user: str | None = None) -> int:
+def fill(scheduler: FairQueue[object], client: str | None, user: str | None = None) -> int:
     """How many requests of a client are taken until one is refused."""
     for count in range(1000):
         try:
@@ -90,11 +90,11 @@ def fill(scheduler: Scheduler[object], client: str | None, user: str | None = No
 
 def test_no_client_fills_the_queue_alone() -> None:
     """It has half of it, the next one half of what is left; whom nobody told apart may have all."""
-    scheduler: Scheduler[object] = Scheduler(max_running=3, max_waiting=64)
+    scheduler: FairQueue[object] = FairQueue(max_running=3, max_waiting=64)
     assert [fill(scheduler, client) for client in "abcdef"] == [3 + 33, 16, 8, 4, 2, 1]
     assert scheduler.num_waiting == 64
     assert fill(scheduler, "g") == 0
-    assert fill(Scheduler(max_running=3, max_waiting=64), None) == 3 + 64
+    assert fill(FairQueue(max_running=3, max_waiting=64), None) == 3 + 64
 
 
 @given(st.integers(0, 300))
@@ -119,14 +119,14 @@ def test_whoever_has_least_gets_the_last_place(places: int, events: list[int]) -
 
 
 def test_a_request_that_is_unknown_is_a_mistake() -> None:
-    scheduler: Scheduler[str] = Scheduler(max_running=1, max_waiting=1)
+    scheduler: FairQueue[str] = FairQueue(max_running=1, max_waiting=1)
     scheduler.submit("a")
     with pytest.raises(ValueError, match="neither running nor waiting"):
         scheduler.remove("b")
 
 
 def test_without_a_queue_a_free_place_is_still_taken() -> None:
-    scheduler: Scheduler[str] = Scheduler(max_running=1, max_waiting=0)
+    scheduler: FairQueue[str] = FairQueue(max_running=1, max_waiting=0)
     scheduler.submit("a")
     with pytest.raises(QueueFullError):
         scheduler.submit("b")
@@ -135,7 +135,7 @@ def test_without_a_queue_a_free_place_is_still_taken() -> None:
 @pytest.mark.parametrize("limits", [(0, 5), (-1, 5), (1, -1)])
 def test_limits_under_which_nothing_runs_are_refused(limits: tuple[int, int]) -> None:
     with pytest.raises(ConfigError, match="max_running"):
-        Scheduler[str](*limits)
+        FairQueue[str](*limits)
 
 
 @given(
@@ -153,7 +153,7 @@ def test_limits_under_which_nothing_runs_are_refused(limits: tuple[int, int]) ->
 def test_limits_hold_and_nobody_starves(
     max_running: int, max_waiting: int, events: list[tuple[str, str | None, int]]
 ) -> None:
-    scheduler: Scheduler[int] = Scheduler(max_running, max_waiting)
+    scheduler: FairQueue[int] = FairQueue(max_running, max_waiting)
     inside: dict[int, str | None] = {}  # request -> client
     for number, (event, client, choice) in enumerate(events):
         if event == "submit":

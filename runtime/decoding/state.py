@@ -1,9 +1,11 @@
-"""RequestState: the state of one request while it is decoded."""
+"""RequestState: what the rounds of one request know and change."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 
+from ..engines.base import KVCache
+from ..engines.rounds import Rounds
 from ..sampling.random import RandomStreams
 from ..sampling.sampler import Sampler
 from ..speculation.config import SpeculativeConfig
@@ -11,6 +13,7 @@ from ..speculation.graph.token_tree import TokenTree
 from ..speculation.planning.controller import Controller, RoundPlan
 from ..speculation.planning.estimate import choices_of
 from ..speculation.planning.lookups import NO_MATCH, Match
+from ..speculation.proposer import DraftProposer
 from ..speculation.stopwatch import Stopwatch
 from ..speculation.verifier import Acceptance
 from .chunk import COMPLETE, LENGTH, STOP, TokenLogprob
@@ -18,17 +21,15 @@ from .whole_rounds import settings_of, uniforms_of
 
 
 class RequestState:
-    """The state of one request: its text so far, and the statistics that its rounds collect.
+    """What the rounds of one request know and change."""
 
-    root: the last committed token. length: tokens of prompt and output together. tokens_left: tokens that the text may
-    still get; a proposal may be one token shorter, since each round adds one token of the target. sharing: returns how
-    many requests share passes, or 1 where the plans must not depend on other requests. scoring: the stopwatch of the
-    target's passes. uniforms: the streams, where an engine can draw with their numbers; else none. draws: how an engine
-    draws with them; None at temperature 0. match: what a prompt lookup found for this round. observed: whether an
-    observer receives the rounds. needs_logits: whether rounds need rows of logits besides the tokens that are chosen or
-    drawn from them. may_run_whole: whether an engine may choose or draw the tokens of a round. prompt_logprobs: what
-    the next chunk says of the prompt, see TokenChunk.
-    """
+    # Set once the request has its caches.
+    cache: KVCache
+    proposer: DraftProposer | None = None
+    rounds: Rounds | None = None
+    controller: Controller | None = None
+    # What the next chunk says of the prompt, see TokenChunk.
+    prompt_logprobs: list[TokenLogprob | None] | None = None
 
     def __init__(
         self,
@@ -38,34 +39,37 @@ class RequestState:
         max_length: int,
         eos: Collection[int],
         config: SpeculativeConfig | None,
-        controller: Controller | None,
-        sharing: Callable[[], int],
         observed: bool,
     ) -> None:
         params = sampler.params
         self.sampler, self.streams, self.observed = sampler, streams, observed
         self.greedy = params.greedy
+        # Prompt and output; the last one is the root of the next round, which no cache holds.
+        self.tokens = list(prompt)
+        # Tokens that the text may still get. A proposal may be one shorter, since each round adds one of the target.
+        self.tokens_left = min(params.max_tokens - len(sampler.output), max_length - len(prompt))
+        # The streams, if an engine can draw with their numbers; and how it draws, None at temperature 0.
         self.uniforms, self.draws = uniforms_of(streams), settings_of(params)
+        # Whether rounds need rows of logits besides the tokens that are chosen or drawn from them.
         self.needs_logits = params.logprobs is not None or observed
         self.may_run_whole = not self.needs_logits and (self.greedy or bool(self.uniforms))
-        self.controller, self.sharing = controller, sharing
-        self.root, self.length = prompt[-1], len(prompt)
-        self.tokens_left = min(params.max_tokens - len(sampler.output), max_length - self.length)
         self.lookup = None if config is None else config.lookup(self.greedy)
+        # What a prompt lookup found for this round.
         self.match = NO_MATCH
         self.calibration = None if config is None else config.calibration(self.greedy)
-        self.scoring = Stopwatch()
-        self.prompt_logprobs: list[TokenLogprob | None] | None = None
+        self.scoring = Stopwatch()  # of the target's passes
         self._endings = {*params.stop_token_ids, *(() if params.ignore_eos else eos)}
-        self._unindexed = list(prompt)  # until the next lookup: where none pays, nothing is indexed
+
+    @property
+    def root(self) -> int:
+        """The last committed token."""
+        return self.tokens[-1]
 
     def look_up(self, most: int) -> list[int]:
         """What a prompt lookup finds: up to `most` tokens, as far as the structured output allows them."""
         if self.lookup is None:
             return []
-        self.lookup.extend(self._unindexed)
-        self._unindexed.clear()
-        self.match = self.lookup.propose()
+        self.match = self.lookup.propose(self.tokens)
         found = self.match.tokens[:most]
         self.match = Match(self.match.ngram, found[: self.sampler.processing.count_allowed(found)])
         return self.match.tokens
@@ -100,10 +104,7 @@ class RequestState:
         return (self.tokens_left, LENGTH) if len(token_ids) >= self.tokens_left else (len(token_ids), None)
 
     def commit(self, token_ids: Sequence[int], kept: int) -> None:
-        """Add a round's tokens to the state. kept: how many of them the text keeps."""
-        if self.lookup is not None:
-            self._unindexed += token_ids
+        """Add a round's tokens. kept: how many of them the text keeps."""
         self.sampler.commit(token_ids[:kept])
-        self.root = token_ids[-1]
-        self.length += len(token_ids)
+        self.tokens += token_ids
         self.tokens_left -= len(token_ids)
