@@ -42,35 +42,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 REPEATS = 7
 
 
-<<<<<<< HEAD
 def time_rounds(bundle: EngineBundle) -> Iterator[tuple[str, str, float]]:
-=======
-class WidenedEngine(SoloEngine):
-    """An engine with a larger vocabulary: its own tokens, repeated at a lower probability. kept: the first tokens, of
-    which a trimmed draft computes columns; 0: all."""
-
-    def __init__(self, engine: Engine, vocab_size: int, kept: int = 0) -> None:
-        self._engine = engine
-        self._own = engine.spec.model.vocab_size
-        self.softmax = softmax_of(engine)
-        model = replace(engine.spec.model, vocab_size=vocab_size, draft_vocab_size=kept or None)
-        self.spec: EngineSpec = replace(engine.spec, model=model, kept_tokens=tuple(range(kept)))
-
-    def new_cache(self, salt: str | None = None) -> KVCache:
-        return self._engine.new_cache()
-
-    def close(self) -> None:
-        self._engine.close()
-
-    def score(self, batch: TokenBatch, cache: KVCache) -> ForwardOutput:
-        output = self._engine.score(replace(batch, token_ids=batch.token_ids % self._own), cache)
-        logits = output.logits.take(np.arange(self.spec.model.num_logits) % self._own, axis=1)
-        logits[:, self._own :] -= np.float32(TAIL)
-        return output._replace(logits=logits)
-
-
-def time_rounds(bundle: EngineBundle, vocab_size: int, kept: int) -> Iterator[tuple[str, str, float]]:
->>>>>>> 41d1788c19bab1ce78e4513f98c9d8ad95dd75ff
     """Configuration, setting and milliseconds per round, REPEATS times for each."""
     target, draft = bundle.open_engine(TARGET), bundle.open_draft()
     prompt = Tokenizer.load(bundle.folder).encode(PROMPT)

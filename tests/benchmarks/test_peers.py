@@ -22,9 +22,7 @@ from benchmarks.peers.process import (
 )
 from benchmarks.peers.programs import draftwood
 from benchmarks.peers.protocol import PLAIN, Generation, PeerOptions, split_method
-from benchmarks.peers.report import read_rows, to_markdown
 from benchmarks.tools.pair import SIZES, write_pair
-from draftwood.models.errors import RequestError
 from draftwood.runtime.text.tokenizer import Tokenizer
 
 # Counts upwards from the prompt's last token. "draft:5" goes wrong on long prompts, "draft:3" fails.
@@ -115,37 +113,25 @@ def test_programs_that_need_all_outputs_take_the_full_draft(options: PeerOptions
         assert without != before  # either draft's change converts anew
 
 
-def test_draftwood_loads_the_trimmed_draft(
+def test_draftwood_builds_anew_when_the_code_has_changed_and_loads_the_trimmed_draft(
     options: PeerOptions, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    given: list[object] = []
+    built: list[object] = []
 
     def build(*arguments: object) -> None:
-        given.append(arguments[arguments.index("--draft") + 1])
+        built.append(arguments[arguments.index("--draft") + 1])
         Path(str(arguments[arguments.index("--output") + 1])).mkdir()
 
     monkeypatch.setattr(draftwood, "run_draftwood", build)
     (tmp_path / "pair").mkdir()
     for role in ("target", "draft", "draft-full"):
         (tmp_path / "pair" / role).symlink_to(options.pair / "draft")
-    draftwood.build_bundle(replace(options, pair=tmp_path / "pair"), "native")
-    assert given == [tmp_path / "pair" / "draft"]
-
-
-def test_a_bundle_is_built_anew_when_the_code_has_changed(
-    options: PeerOptions, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    built: list[str] = []
-
-    def build(*arguments: object) -> None:
-        built.append(str(arguments[0]))
-        Path(str(arguments[arguments.index("--output") + 1])).mkdir()
-
-    monkeypatch.setattr(draftwood, "run_draftwood", build)
-    folder = draftwood.build_bundle(options, "native")
-    assert draftwood.build_bundle(options, "native") == folder and folder.is_dir() and built == ["build"]
+    own = replace(options, pair=tmp_path / "pair")
+    folder = draftwood.build_bundle(own, "native")
+    assert draftwood.build_bundle(own, "native") == folder and folder.is_dir()
+    assert built == [tmp_path / "pair" / "draft"]
     monkeypatch.setattr(draftwood, "BUILDING_PACKAGES", ())
-    assert draftwood.build_bundle(options, "native") == folder and folder.is_dir() and built == ["build"] * 2
+    assert draftwood.build_bundle(own, "native").is_dir() and len(built) == 2
     source = tmp_path / "pass.c"
     source.write_text("int x;", encoding="utf-8")
     before = draftwood.digest_files([source])
@@ -178,27 +164,17 @@ def test_a_program_that_cannot_load_says_why(options: PeerOptions, tmp_path: Pat
         PeerProcess([sys.executable, "-c", "pass"], tmp_path / "log.txt")
 
 
-def test_a_peer_without_its_environment_names_the_script(options: PeerOptions) -> None:
-    for name in PROGRAMS:
+def test_every_program_is_there_and_names_the_script_that_sets_it_up(options: PeerOptions) -> None:
+    for name, program in PROGRAMS.items():
+        assert (process.SETUP.parent / "programs" / f"{program.module}.py").is_file()
         if name != "draftwood":
             with pytest.raises(PeerError, match=rf"sh .*setup/{name}\.sh"):
                 make_command(Entry(name, "fp32"), options)
             assert (process.SETUP / f"{name}.sh").is_file()
     assert make_command(Entry("draftwood/native", "fp32"), options)[0] == sys.executable
-
-
-def test_every_program_is_there_and_unknown_ones_are_refused() -> None:
-    for program in PROGRAMS.values():
-        assert (process.SETUP.parent / "programs" / f"{program.module}.py").is_file()
-    assert parse_entries(["huggingface", "draftwood/native"], ["fp32", "int4"]) == [
-        Entry("huggingface", "fp32"),
-        Entry("draftwood/native", "fp32"),
-        Entry("draftwood/native", "int4"),
-    ]
-    with pytest.raises(
-        RequestError, match=r"'sglang' is not a peer; choose of draftwood, huggingface, llama\.cpp, ik_llama\.cpp"
-    ):
-        parse_entries(["sglang"], ["fp32"])
+    native = [Entry("draftwood/native", precision) for precision in ("fp32", "int4")]
+    found = parse_entries(["huggingface", "draftwood/native"], ["fp32", "int4"])
+    assert found == [Entry("huggingface", "fp32"), *native]
 
 
 def test_a_whole_comparison(
@@ -235,10 +211,8 @@ def test_settings_have_lengths_and_texts_at_the_same_time(
 ) -> None:
     monkeypatch.setattr(comparison, "make_command", fake_command)
     monkeypatch.setattr(comparison, "REST", 0.0)
-    pair = tmp_path / "chat"
-    pair.mkdir()
+    pair = shutil.copytree(tiny, tmp_path / "chat")
     for role in ("target", "draft"):
-        shutil.copytree(tiny / role, pair / role)
         template = "<s>{% for message in messages %}{{ message['content'] }}{% endfor %}</s>"
         (pair / role / "chat_template.jinja").write_text(template, encoding="utf-8")
     prompts = [{"prompt": f"{word} and more words"} for word in ascii_lowercase]
@@ -250,80 +224,59 @@ def test_settings_have_lengths_and_texts_at_the_same_time(
     monkeypatch.setattr(sys, "argv", ["run.py", *map(str, arguments)])
     run.main()
     (file,) = (tmp_path / "results").glob("peers_chat_20*.json")
-    figures = json.loads(file.read_text())
-    rows = {(row["setting"], row["precision"], row["method"]): row for row in figures["rows"]}
+    rows = {(row["setting"], row["precision"], row["method"]): row for row in json.loads(file.read_text())["rows"]}
     alone = ("prompts of 6 tokens", "prompts of 12 tokens")
     # At fp32 the fake peer writes one text at a time, so it has no turn in the last setting.
     groups = [(setting, precision) for setting in alone for precision in ("bf16", "fp32")] + [("4 at a time", "bf16")]
     assert set(rows) == {(*group, method) for group in groups for method in (PLAIN, "draft:6")}
     speeds = {(setting, method): row["tokens_per_second"] for (setting, _, method), row in rows.items()}
     assert {speeds[setting, PLAIN] for setting in alone} == {1000.0} and speeds["4 at a time", PLAIN] == 4000.0
-    assert {row["acceptance"] for row in rows.values()} == {None, 0.5}
-    assert (figures["prompts"], figures["full_draft"], figures["at_a_time"]) == (2, False, [1, 4])
-    lines = to_markdown(read_rows([file])).splitlines()
-    headings = [line.split(" | ")[0].strip("| ") for line in lines if line.startswith("| **p") or " at a time" in line]
-    assert headings == [f"**{setting}, {precision}**" for setting, precision in groups]
-
-
-def test_without_a_single_peer_there_is_no_result(
-    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(comparison, "make_command", fake_command)
-    arguments = ["--pair", tiny, "--peers", "llama.cpp", "--precisions", "int4"]
-    output = ["--work", tmp_path, "--output", tmp_path / "x"]
-    monkeypatch.setattr(sys, "argv", ["run.py", *map(str, [*arguments, *output])])
-    with pytest.raises(SystemExit) as ended:
-        run.main()
-    assert ended.value.code == 2 and "no peer could run" in capsys.readouterr().err
-    assert not (tmp_path / "x").exists()
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         ([], "has no checkpoint named target: python -m benchmarks.tools.pair"),
-        (["--peers", "sglang"], "'sglang' is not a peer"),
+        (["--peers", "sglang"], "'sglang' is not a peer; choose of draftwood, huggingface, llama.cpp"),
         (["--repeats", "0"], "--repeats must be at least 1, not 0"),
         (["--at-a-time", "1,0"], "--at-a-time must be from 1 to 256"),
         (["--at-a-time", "4"], "--at-a-time needs --prompt-tokens or --chat"),
         (["--chat", "--prompt-tokens", "64"], "leave --prompt-tokens out"),
+        (["--peers", "llama.cpp", "--precisions", "int4"], "no peer could run"),
     ],
 )
 def test_bad_input_ends_with_2_and_a_reason(
     arguments: list[str],
     message: str,
+    tiny: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    given = ["run.py", "--pair", str(tmp_path), "--output", str(tmp_path / "x"), *arguments]
+    monkeypatch.setattr(comparison, "make_command", fake_command)
+    pair = tiny if "int4" in arguments else tmp_path
+    given = ["run.py", "--pair", str(pair), "--work", str(tmp_path), "--output", str(tmp_path / "x"), *arguments]
     monkeypatch.setattr(sys, "argv", given)
     with pytest.raises(SystemExit) as ended:
         run.main()
-    assert ended.value.code == 2 and message in capsys.readouterr().err
+    assert ended.value.code == 2 and message in capsys.readouterr().err and not (tmp_path / "x").exists()
 
 
 @pytest.mark.full
 def test_transformers_writes_what_draftwood_writes(tiny: Path, tmp_path: Path) -> None:
     """The two programs that run in the project's own environment, on real models."""
-    prompt, other = map(Tokenizer.load(tiny / "target").encode, ("abcdefgh", "ij"))
+    prompt = Tokenizer.load(tiny / "target").encode("abcdefgh")
     texts, passes = {}, {}
     for module in ("draftwood", "huggingface"):
         command = [sys.executable, "-m", f"benchmarks.peers.programs.{module}"]
-        options = PeerOptions(tiny, "fp32", tmp_path, 1, (3,))
-        peer = PeerProcess([*command, *options.to_arguments()], tmp_path / "log.txt")
-        try:
-            for method in peer.methods:
-                answer = peer.generate(method, [prompt], 80)
-                (texts[module, method],) = answer.texts
-                passes[module, method] = answer.num_tokens / answer.counters["target_passes"]
-                if peer.at_a_time > 1:
-                    together = peer.generate(method, [prompt, other, prompt], 80)
-                    assert together.texts[0] == together.texts[2] == answer.texts[0] != together.texts[1]
-                    assert together.num_tokens == 240 and together.seconds > 0
-                    assert 0 < together.counters["target_passes"] <= 240
-        finally:
-            peer.close()
+        peer = PeerProcess([*command, *PeerOptions(tiny, "fp32", tmp_path, 1, (3,)).to_arguments()], tmp_path / "log")
+        for method in peer.methods:
+            answer = peer.generate(method, [prompt], 80)
+            (texts[module, method],) = answer.texts
+            passes[module, method] = answer.num_tokens / answer.counters["target_passes"]
+            if peer.at_a_time > 1:
+                assert peer.generate(method, [prompt, [5, 9], prompt], 80).texts[::2] == [answer.texts[0]] * 2
+        peer.close()
     assert len(set(map(tuple, texts.values()))) == 1 and len(texts["draftwood", PLAIN]) == 80
     assert passes["draftwood", PLAIN] == passes["huggingface", PLAIN] == 1
     # (1 - a^4) / (1 - a) = 2.95 tokens per pass are expected of chains of 3 at a = 0.8.

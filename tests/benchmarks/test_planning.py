@@ -30,45 +30,10 @@ from draftwood.runtime.speculation.config import SpeculativeConfig
 from draftwood.runtime.speculation.graph.token_tree import unroll
 from draftwood.runtime.speculation.planning.controller import Controller
 from draftwood.runtime.speculation.planning.cost import CostModel, HostCosts, PassCosts
-from draftwood.runtime.speculation.planning.estimate import Shapes, VerifierChoice
-from draftwood.runtime.speculation.planning.experience import REMEMBERED, Experience
+from draftwood.runtime.speculation.planning.estimate import VerifierChoice
 
 SMALL = SpeculativeConfig(max_draft_len=2, max_total_draft_tokens=3, frontier_width=2)
 KINDS = table(1.0, 0.1, host=HostCosts(0.0, 0.0, 0.05))  # every round proposes something
-
-
-def test_the_kind_follows_the_acceptance() -> None:
-    """A chain where first choices are nearly always right, a tree where the second one often is."""
-    chains = []
-    for alpha in (0.95, 0.4):
-        experience, shapes = Experience(), Shapes((3, 7, 15), 8, 4, True, 0)
-        controller = Controller(table(1.0, 0.1, row=0.005), shapes, True, experience)
-        controller._sources[0].estimate._chances[:] = (1000, 1000 * alpha), (1000, 600)
-        chains.append(controller.plan(0, 100).chain)
-    assert chains == [True, False]
-
-
-def test_the_next_request_starts_where_the_last_one_ended() -> None:
-    experience, shapes = Experience(), Shapes((), 8, 1, True, 0)
-    first = Controller(table(1.0, 0.4), shapes, True, experience)
-    for _ in range(20):
-        first.observe(first.plan(0, 100)._replace(depth=4, size=4, chain=True), [], [])
-    assert (
-        Controller(table(1.0, 0.4), shapes, True, experience).plan(0, 100).depth
-        < Controller(table(1.0, 0.4), shapes, True).plan(0, 100).depth
-    )
-
-
-def test_kinds_of_request_are_forgotten_when_there_are_too_many() -> None:
-    """Any client may ask for kinds of its own; those heard of last stay."""
-    experience = Experience()
-    shapes = [Shapes((), 8, 1, True, given) for given in range(10 * REMEMBERED)]
-    for each in shapes:
-        experience.estimate_for(each, True).observe(None, 8, [], [VerifierChoice(None, 1)])
-        experience.estimate_for(shapes[0], True)
-    assert len(experience._general) == REMEMBERED
-    known = [shape for shape in shapes if (shape, True, False) in experience._general]
-    assert known == [shapes[0], *shapes[1 - REMEMBERED :]]
 
 
 PARAMS = SamplingParams(max_tokens=4)
@@ -154,18 +119,14 @@ def test_planned_rounds_follow_a_machine_whose_speed_changes(trace: Path) -> Non
 def test_a_trace_says_what_every_smaller_proposal_would_have_got() -> None:
     """Of a tree in order of value: rows 1 and 2 below the root, 3 below 1, 4 below 2, 5 below 4. The text goes on with
     the tokens of rows 2, 4 and 5."""
-    place = Place((0, 0, 1, 2, 4), (2, 4, 5), 0)
-    assert Place.decode("00124 2450") == place
-    whole = place.verify(3, 5, chain=False)
-    assert whole.rows == [2, 4, 5] and whole.choices == [
-        VerifierChoice(1, 2),
-        VerifierChoice(0, 1),
-        VerifierChoice(0, 1),
-    ]
+    place = Place.decode("00124 2450")
+    assert place == Place((0, 0, 1, 2, 4), (2, 4, 5), 0)
+    choices = [VerifierChoice(1, 2), VerifierChoice(0, 1), VerifierChoice(0, 1)]
+    assert place.verify(3, 5, chain=False) == ([2, 4, 5], choices)
     flat = place.verify(2, 4, chain=False)
-    assert flat.rows == [2, 4] and flat.choices[:2] == [VerifierChoice(1, 2), VerifierChoice(0, 1)]
-    assert place.verify(3, 3, chain=False).rows == [2] and place.verify(3, 1, chain=False).rows == []
-    assert place.verify(3, 1, chain=False).choices == [VerifierChoice(None, 1)]
-    chained = Place((0, 1, 2), (1, 2), 2).verify(4, 4, chain=True)
-    assert chained.rows == [1, 2] and chained.choices[-1] == VerifierChoice(None, 1)
-    assert Place((0, 1, 2), (1, 2), 2).verify(1, 1, chain=True).rows == [1]
+    assert flat.rows == [2, 4] and flat.choices[:2] == choices[:2]
+    assert place.verify(3, 3, chain=False).rows == [2]
+    assert place.verify(3, 1, chain=False) == ([], [VerifierChoice(None, 1)])
+    chained = Place((0, 1, 2), (1, 2), 2)
+    assert chained.verify(4, 4, chain=True).rows == [1, 2] and chained.verify(1, 1, chain=True).rows == [1]
+    assert chained.verify(4, 4, chain=True).choices[-1] == VerifierChoice(None, 1)
