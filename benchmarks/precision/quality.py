@@ -74,13 +74,8 @@ def main() -> None:
             table.add_row(f"{role}, {name}", *(f"{value:.4f}" for value in row.values()))
         figures[role] = rows
     Console(width=130).print(table)
-    both = {
-        f"{backend} {precision}": round(readings[TARGET][f"{backend} {precision}"].overlap(draft), 4)
-        for backend, precision in KINDS
-        for draft in [readings[DRAFT][f"{'native' if backend == 'native' else 'onnxruntime'} {precision}"]]
-    }
     tokens = sum(map(len, texts)) - len(texts)
-    figures |= {"tokens": tokens, "acceptance, draft of the same precision": both}
+    figures["tokens"] = tokens
     write_results(args.output, args.name, figures)
 
 

@@ -14,7 +14,7 @@ from fake_aiperf import FIRST_MS, PER_TOKEN_MS, Sent
 
 from benchmarks.load.serving import run
 from benchmarks.load.serving.aiperf import AIPerf, LoadResult, MeasuredAnswer, read_load
-from benchmarks.load.serving.figures import ServerKey, ServerRow, ServerRun, summarise
+from benchmarks.load.serving.figures import ServerKey, ServerRow, summarise
 from benchmarks.load.serving.report import COLUMNS, to_markdown
 from benchmarks.load.serving.servers import LLAMA_CPP, OURS, Server, llama_cpp_servers, prepare_llama_cpp, running
 from benchmarks.peers.process import PeerError
@@ -25,8 +25,8 @@ from draftwood.models.errors import RequestError
 FAKE = Server(LLAMA_CPP, PLAIN, (sys.executable, fake_completions.__file__))
 
 
-def run_of(speed: float, *answers: MeasuredAnswer, acceptance: float | None = None) -> ServerRun:
-    return ServerRun(LoadResult(speed, [*answers] or [MeasuredAnswer(0, "a", 5.0, 1.0)], acceptance), 0.0)
+def run_of(speed: float, *answers: MeasuredAnswer, acceptance: float | None = None) -> LoadResult:
+    return LoadResult(speed, [*answers] or [MeasuredAnswer(0, "a", 5.0, 1.0)], acceptance)
 
 
 def chunk(text: str) -> str:

@@ -22,7 +22,6 @@ COLUMNS = (
     "× best other",
     "tokens per pass",
     "same text",
-    "others' cores",
 )
 
 
@@ -34,7 +33,6 @@ def format_cells(row: ServerRow) -> list[str]:
         f"{row.per_token_ms_p50:.1f}, {row.per_token_ms_p99:.1f}",
         *map(ratio, (row.of_plain, row.of_best, row.acceptance_length)),
         f"{row.same_text:.0%}",
-        f"{row.others:.1f}",
     ]
 
 
@@ -48,4 +46,5 @@ def to_markdown(rows: Sequence[ServerRow]) -> str:
 
 
 if __name__ == "__main__":
-    print(to_markdown([ServerRow(**row) for row in json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))["rows"]]))
+    rows = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))["rows"]
+    print(to_markdown([ServerRow(**{name: row[name] for name in ServerRow._fields}) for row in rows]))

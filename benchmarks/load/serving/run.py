@@ -13,25 +13,22 @@ from __future__ import annotations
 
 import argparse
 import os
-import resource
 import shutil
 import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from time import perf_counter
 from typing import NamedTuple
 
 from rich.console import Console
 from rich.progress import Progress
 
-from benchmarks.load.serving.aiperf import AIPerf, find_aiperf, write_inputs
-from benchmarks.load.serving.figures import ServerKey, ServerRow, ServerRun, summarise
+from benchmarks.load.serving.aiperf import AIPerf, LoadResult, find_aiperf, write_inputs
+from benchmarks.load.serving.figures import ServerKey, ServerRow, summarise
 from benchmarks.load.serving.report import to_markdown
 from benchmarks.load.serving.servers import (
     LLAMA_CPP,
     OURS,
-    RunningServer,
     Server,
     draftwood_servers,
     llama_cpp_servers,
@@ -40,7 +37,6 @@ from benchmarks.load.serving.servers import (
 )
 from benchmarks.peers.process import PeerError
 from benchmarks.peers.protocol import PeerOptions
-from benchmarks.tools.processor import read_busy_seconds
 from benchmarks.tools.record import add_output, make_parser, rows_to_json, write_results
 from draftwood.cli.bench import read_prompts
 from draftwood.cli.options import THREADS, integers, positive
@@ -55,45 +51,35 @@ WORK = Path("build/peers")
 def measure(
     console: Console,
     aiperf: AIPerf,
-    servers: dict[Server, RunningServer],
+    servers: dict[Server, str],
     concurrencies: Sequence[int],
     requests: int,
     repeats: int,
     folder: Path,
-) -> dict[ServerKey, list[ServerRun]]:
+) -> dict[ServerKey, list[LoadResult]]:
     """Measure every server at every concurrency, in turn. requests: per client. Raises PeerError when a run fails."""
-    runs: dict[ServerKey, list[ServerRun]] = {}
+    runs: dict[ServerKey, list[LoadResult]] = {}
     with Progress(console=console, transient=True) as progress:
         task = progress.add_task("Measuring", total=repeats * len(concurrencies) * len(servers))
         for repeat in range(repeats):
             for concurrency in concurrencies:
-                for server, process in servers.items():
+                for server, url in servers.items():
                     exports = folder / f"{server.name} {concurrency} {repeat}".replace(" ", "-")
-                    start, own, everyone = perf_counter(), read_own_seconds(servers), read_busy_seconds()
-                    load = aiperf.profile(process.url, concurrency, requests * concurrency, exports)
-                    own, everyone = read_own_seconds(servers) - own, read_busy_seconds() - everyone
-                    run = ServerRun(load, max(0.0, everyone - own) / (perf_counter() - start))
-                    runs.setdefault(ServerKey(server.peer, server.method, concurrency), []).append(run)
+                    load = aiperf.profile(url, concurrency, requests * concurrency, exports)
+                    runs.setdefault(ServerKey(server.peer, server.method, concurrency), []).append(load)
                     progress.advance(task)
     return runs
 
 
-def read_own_seconds(servers: dict[Server, RunningServer]) -> float:
-    """Processor seconds of the servers, of all finished AIPerf processes, and of this program."""
-    usage = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
-    ours = sum(each.ru_utime + each.ru_stime for each in usage)
-    return ours + sum(process.processor_seconds() for process in servers.values())
-
-
 class Reference(NamedTuple):
-    """The prompts and what the bundle generates from them.
-
-    texts: plain greedy continuations. max_length: tokens of a sequence. precision: of the target's weights.
-    """
+    """The prompts and what the bundle generates from them."""
 
     prompts: list[list[int]]
+    # Plain greedy continuations.
     texts: list[str]
+    # Tokens of a sequence.
     max_length: int
+    # Of the target's weights.
     precision: str
 
 

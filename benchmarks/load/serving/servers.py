@@ -8,12 +8,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
 
 from benchmarks.peers.process import PeerError, PeerProcess, make_command, parse_entries
 from benchmarks.peers.programs.llama_cpp import start_server
 from benchmarks.peers.protocol import PLAIN, PeerOptions
-from benchmarks.tools.processor import read_tree_seconds
 from draftwood.models.errors import RequestError
 
 MODEL = "pair"  # name of the model on every server
@@ -34,17 +32,6 @@ class Server:
     @property
     def name(self) -> str:
         return f"{self.peer} {self.method}"
-
-
-class RunningServer(NamedTuple):
-    """A server that is ready. url: without a path."""
-
-    url: str
-    process: subprocess.Popen[bytes]
-
-    def processor_seconds(self) -> float:
-        """Processor time of the server and its children so far."""
-        return read_tree_seconds(self.process.pid)
 
 
 def draftwood_servers(bundle: Path, at_a_time: int, threads: int) -> list[Server]:
@@ -84,14 +71,14 @@ def refuse_conversion(folder: Path) -> None:
 
 
 @contextmanager
-def running(server: Server) -> Iterator[RunningServer]:
-    """A server on a free port, from when it is healthy to the end. Raises PeerError when it does not start."""
+def running(server: Server) -> Iterator[str]:
+    """The address of a server that runs, from when it is healthy. Raises PeerError when it does not start."""
     try:
         connection, process = start_server(server.command)
     except RuntimeError as error:
         raise PeerError(f"{server.name}: {error}") from error
     try:
-        yield RunningServer(f"http://{connection.host}:{connection.port}", process)
+        yield f"http://{connection.host}:{connection.port}"
     finally:
         connection.close()
         process.terminate()
