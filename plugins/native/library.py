@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from ctypes import POINTER, Structure, addressof, c_char, c_char_p, c_double, c_float, c_int, c_int32, c_void_p
 from pathlib import Path
 from struct import Struct
@@ -122,7 +122,7 @@ DRAW = np.dtype(  # `struct draw`: what a pass computes of an output row's softm
 )
 
 
-HEAD = Struct("6i4P")  # of `struct pass`: one call of Python's for ten fields
+HEAD = Struct("5i")  # of `struct pass`: one call of Python's for five fields
 
 
 class Pass(Structure):
@@ -135,12 +135,6 @@ class Pass(Structure):
         *((name, c_void_p) for name in ("logits", "acceptance", "logprobs", "ids", "slots", "draw_outputs", "draws")),
         ("drawn", c_int32),
     ]
-
-    def fill(
-        self, rows: int, outputs: int, length: int, start: int, columns: int, inputs: Sequence[NDArray[Any]]
-    ) -> None:
-        """Set the first fields, `top` excepted. inputs: the arrays tokens, positions, output_rows and mask."""
-        HEAD.pack_into(self, 0, rows, outputs, length, start, columns, self.top, *map(address, inputs))
 
 
 def address(array: NDArray[Any] | None) -> int | None:

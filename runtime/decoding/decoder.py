@@ -13,7 +13,7 @@ from ..engines.rounds import RoundShape
 from ..sampling.random import RandomStreams
 from ..sampling.sampler import Sampler, ScoredRows
 from ..sampling.softmax import softmax_of
-from ..speculation.config import Rules, SpeculativeConfig
+from ..speculation.config import SpeculativeConfig
 from ..speculation.graph.token_graph import TokenGraph
 from ..speculation.graph.token_tree import TokenTree, root_alone, unroll
 from ..speculation.growers.lookup import graft_chosen, graft_given
@@ -78,8 +78,6 @@ class SpeculativeDecoder:
         self._config = config if draft is not None or config is None or not config.drafts else None
         self._draft = draft if self._config is not None and self._config.drafts else None
         self._max_length, self._eos = max_length, frozenset(eos)
-        # By a plan's depth, size, chain and chosen, and whether it is for temperature 0.
-        self._rules: dict[tuple[tuple[int, int, bool, bool] | None, bool], Rules] = {}
 
     def generate(
         self,
@@ -120,34 +118,31 @@ class SpeculativeDecoder:
                 request.rounds = self._target.rounds(cache, self._draft, request.proposer.cache)
                 if request.rounds is not None:
                     caches.callback(request.rounds.close)
-            yield from self._decode(request, stats, observe)
-
-    def _decode(self, request: RequestState, stats: SpecDecodeStats, observe: Observer | None) -> Steps[TokenChunk]:
-        """Read the prompt, and run rounds until the text ends."""
-        reading, decoding = Stopwatch(), Stopwatch()
-        with reading:
-            yield from self._read(request)
-        stats.prompt_seconds = reading.seconds
-        finish_reason = None if request.tokens_left else LENGTH
-        if finish_reason is not None:
-            yield TokenChunk([], 0, [], finish_reason, request.prompt_logprobs)
-        while finish_reason is None:
-            with decoding:
-                outcome = yield from self._round(request)
-                kept, finish_reason = request.cut(outcome.token_ids)
-                rows, token_ids = outcome.acceptance.rows, outcome.token_ids[:kept]
-                logprobs = output_logprobs(outcome.logits, rows, token_ids, request.sampler)
-                self._record(stats, request, outcome)
-            if observe is not None:
-                seconds = self._lap(request, decoding)
-                if observe(describe_round(outcome, request.sampler, kept, finish_reason, seconds)):
-                    observe = None
-            with decoding:
-                request.commit(outcome.token_ids, kept)
-                stats.num_tokens += kept
-            stats.decode_seconds = decoding.seconds
-            yield TokenChunk(token_ids, min(kept, len(rows)), logprobs, finish_reason, request.prompt_logprobs)
-            request.prompt_logprobs = None
+                    request.looks_up = False  # beside rounds on a device the cost of a lookup was never measured
+            reading, decoding = Stopwatch(), Stopwatch()
+            with reading:
+                yield from self._read(request)
+            stats.prompt_seconds = reading.seconds
+            finish_reason = None if request.tokens_left else LENGTH
+            if finish_reason is not None:
+                yield TokenChunk([], 0, [], finish_reason, request.prompt_logprobs)
+            while finish_reason is None:
+                with decoding:
+                    outcome = yield from self._round(request)
+                    kept, finish_reason = request.cut(outcome.token_ids)
+                    rows, token_ids = outcome.acceptance.rows, outcome.token_ids[:kept]
+                    logprobs = output_logprobs(outcome.logits, rows, token_ids, request.sampler)
+                    self._record(stats, request, outcome)
+                if observe is not None:
+                    seconds = self._lap(request, decoding)
+                    if observe(describe_round(outcome, request.sampler, kept, finish_reason, seconds)):
+                        observe = None
+                with decoding:
+                    request.commit(outcome.token_ids, kept)
+                    stats.num_tokens += kept
+                stats.decode_seconds = decoding.seconds
+                yield TokenChunk(token_ids, min(kept, len(rows)), logprobs, finish_reason, request.prompt_logprobs)
+                request.prompt_logprobs = None
 
     def _round(self, request: RequestState) -> Passes[Outcome]:
         """Run one round: plan, propose, verify, commit, learn."""
@@ -158,13 +153,14 @@ class SpeculativeDecoder:
         proposal = yield from self._propose(request, plan)
         tree = proposal.tree
         output, acceptance = yield from self._verify(request, plan, tree)
-        request.time_pass(len(tree))
+        rows = len(tree.token_ids)
+        request.time_pass(rows)
         request.cache.commit([0, *acceptance.rows])
-        if request.proposer is not None and len(tree) - 1 > len(tree.certain):
+        if request.proposer is not None and rows - 1 > len(tree.certain):
             request.proposer.commit(tree, acceptance.rows)
-        token_ids = [*(tree.token_ids[row] for row in acceptance.rows), acceptance.next_token]
+        token_ids = [*map(tree.token_ids.__getitem__, acceptance.rows), acceptance.next_token]
         request.learn(plan, tree, acceptance, token_ids)
-        return Outcome(plan, len(tree) - 1, sum(tree.merged), output.logits, acceptance, token_ids, proposal)
+        return Outcome(plan, rows - 1, sum(tree.merged), output.logits, acceptance, token_ids, proposal)
 
     def _whole_shape(self, request: RequestState, plan: RoundPlan | None) -> RoundShape | None:
         """The shape of the next round if an engine runs it as a whole; None if the host runs it pass by pass. No other
@@ -176,7 +172,7 @@ class SpeculativeDecoder:
             return None
         if plan is not None and (plan.given or not plan.depth):
             return None
-        rules = self._rules_of(self._config, plan, request.greedy)
+        rules = request.rules_of(self._config, plan)
         # A drawn tree is as deep as it was planned.
         may_end = plan is not None and rules.shape is not None and rules.shape.is_tree
         shape = shape_of(rules.shape, request.draws, request.tokens_left, may_end)
@@ -224,16 +220,11 @@ class SpeculativeDecoder:
         if plan is None:
             unread = 1 if request.proposer is None else request.proposer.num_unread
             plan = controller.plan(len(request.tokens), drafted, sharing, unread)
-        if not self._looks_up(request) or not controller.considers_lookups(plan):
+        if not request.looks_up or not controller.considers_lookups(plan):
             request.match = NO_MATCH
             return plan
         request.look_up(max_depth)
         return controller.or_lookup(plan, request.match)
-
-    def _looks_up(self, request: RequestState) -> bool:
-        """Whether a prompt lookup may take the place of a planned round."""
-        # Beside rounds on a device the cost of a lookup was never measured.
-        return request.rounds is None and self._config is not None and self._config.looks_up(request.greedy)
 
     def _propose(self, request: RequestState, plan: RoundPlan | None) -> Passes[Proposal]:
         """The round's proposal; it is the root alone where the plan wants no proposal or no proposed token fits."""
@@ -244,7 +235,7 @@ class SpeculativeDecoder:
             return propose_found(request.root, request.look_up(max_depth), plan)
         if plan is not None and not plan.depth:
             return Proposal(graph, root_alone(request.root), NOT_WORTH_IT)
-        rules, sampler = self._rules_of(self._config, plan, request.greedy), request.sampler
+        rules, sampler = request.rules_of(self._config, plan), request.sampler
         depth = max_depth if plan is None else min(max_depth, plan.depth)
         found = request.look_up(depth) if self._config.lookup_ngram else []
         if found and not rules.chooses:
@@ -261,13 +252,6 @@ class SpeculativeDecoder:
             reason = growth_end(graph, tree, self._config, request.greedy, max_depth, plan, by_rule)
         return Proposal(graph, tree, reason)
 
-    def _rules_of(self, config: SpeculativeConfig, plan: RoundPlan | None, greedy: bool) -> Rules:
-        """The rules of the configuration, within the plan's limits if there is one; cached."""
-        key = None if plan is None else (plan.depth, plan.size, plan.chain, plan.chosen), greedy
-        if key not in self._rules:
-            self._rules[key] = (config if plan is None else config.within(plan)).rules(greedy)
-        return self._rules[key]
-
     def _verify(self, request: RequestState, plan: RoundPlan | None, tree: TokenTree) -> Passes[Verified]:
         """Score the root and the tree with the target, and choose the accepted path."""
         with request.scoring:
@@ -279,9 +263,9 @@ class SpeculativeDecoder:
         if batch.ranking_only and output.top_ids is not None:
             return output, match_best(tree, output.top_ids[:, 0])
         scored, streams = ScoredRows(request.sampler, output.logits, output.softmaxes), request.streams
-        if len(tree) == 1 or self._config is None:
+        if len(tree.token_ids) == 1 or self._config is None:
             return output, Acceptance([], scored.choose(0, [], streams.target))
-        verify = self._rules_of(self._config, plan, request.greedy).verify
+        verify = request.rules_of(self._config, plan).verify
         return output, end_before_nothing(tree, verify(tree, scored, streams))
 
     def _record(self, stats: SpecDecodeStats, request: RequestState, outcome: Outcome) -> None:

@@ -75,14 +75,6 @@ class Request(Generic[C]):
         """Whether its next pass is one of a running text, and reads no prompt."""
         return self.running and self.next_pass is not None and not self.next_pass.of_prompt
 
-    @property
-    def writes_alone(self) -> bool:
-        """Whether the pass of a request without company needs no preparation: it is none over a prompt."""
-        wanted = self.next_pass
-        return (
-            self.running and wanted is not None and (len(wanted.batch.output_rows) > 1 or wanted.batch.num_tokens < 3)
-        )
-
 
 class Event(NamedTuple, Generic[C]):
     """What happened to a request. Without chunk and error it has started."""

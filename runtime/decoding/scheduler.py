@@ -80,7 +80,7 @@ class Scheduler(Generic[C]):
             pool.close()
 
     def run(
-        self, requests: Sequence[Request[C]], stopped: Callable[[], bool] = lambda: False
+        self, requests: Sequence[Request[C]], stopped: Callable[[], bool] | None = None
     ) -> Generator[tuple[Request[C], C], None, None]:
         """Yield the chunks of these requests in the order of their computation. The first error of one is raised. An
         error, or the end of the iteration by the caller, ends all requests; so does `stopped`, which is called before
@@ -88,7 +88,7 @@ class Scheduler(Generic[C]):
         try:
             for request in requests:
                 self.add(request)
-            while self.queue.running and not stopped():
+            while self.queue.running and not (stopped is not None and stopped()):
                 for request, chunk, error in self.step():
                     if error is not None:
                         raise error
@@ -101,8 +101,8 @@ class Scheduler(Generic[C]):
     def step(self) -> Iterator[Event[C]]:
         """Run the next pass, joined for as many requests as fit into it; yields what happened, request by request."""
         running = list(self.queue.running)
-        if self.num_sharing == len(running) == 1 and running[0].writes_alone:
-            served = running
+        if self.num_sharing == len(running) == 1 and running[0].running and not is_chunk(running[0].next_pass):
+            served = running  # a text without company: nothing to prepare, to select or to join
         else:
             yield from self._start(running)
             served = select_joint([request for request in running if request.next_pass is not None], self._prefill)
@@ -278,6 +278,11 @@ def select_joint(waiting: Sequence[AnyRequest], prefill: PrefillLimit | None = N
     engine = next((wanted.engine for _, wanted in passes if wanted.engine.spec.role == DRAFT), passes[0][1].engine)
     mine = [(request, wanted) for request, wanted in passes if wanted.engine is engine]
     return [request for request, _ in mine[: engine.num_joint([wanted for _, wanted in mine])]]
+
+
+def is_chunk(wanted: Pass | None) -> bool:
+    """Whether a pass may be one over a part of a prompt, whose rows may be known, or too many."""
+    return wanted is not None and wanted.batch.num_tokens > 2 and len(wanted.batch.output_rows) == 1
 
 
 def drive(request: Request[C]) -> Iterator[C]:

@@ -8,7 +8,7 @@ from ..engines.base import KVCache
 from ..engines.rounds import Rounds
 from ..sampling.random import RandomStreams
 from ..sampling.sampler import Sampler
-from ..speculation.config import SpeculativeConfig
+from ..speculation.config import Rules, SpeculativeConfig
 from ..speculation.graph.token_tree import TokenTree
 from ..speculation.planning.controller import Controller, RoundPlan
 from ..speculation.planning.estimate import choices_of
@@ -53,17 +53,27 @@ class RequestState:
         # Whether rounds need rows of logits besides the tokens that are chosen or drawn from them.
         self.needs_logits = params.logprobs is not None or observed
         self.may_run_whole = not self.needs_logits and (self.greedy or bool(self.uniforms))
+        # Whether a prompt lookup may take the place of a planned round, and where it looks.
+        self.looks_up = config is not None and config.looks_up(self.greedy)
         self.lookup = None if config is None else config.lookup(self.greedy)
         # What a prompt lookup found for this round.
         self.match = NO_MATCH
         self.calibration = None if config is None else config.calibration(self.greedy)
         self.scoring = Stopwatch()  # of the target's passes
+        # The rules of the latest plan: a plan mostly holds for several rounds.
+        self._ruled: tuple[RoundPlan | None, Rules] | None = None
         self._endings = {*params.stop_token_ids, *(() if params.ignore_eos else eos)}
 
     @property
     def root(self) -> int:
         """The last committed token."""
         return self.tokens[-1]
+
+    def rules_of(self, config: SpeculativeConfig, plan: RoundPlan | None) -> Rules:
+        """The rules of a configuration within a plan's limits."""
+        if self._ruled is None or self._ruled[0] is not plan:
+            self._ruled = plan, config.rules_within(plan, self.greedy)
+        return self._ruled[1]
 
     def look_up(self, most: int) -> list[int]:
         """What a prompt lookup finds: up to `most` tokens, as far as the structured output allows them."""

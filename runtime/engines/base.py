@@ -53,7 +53,7 @@ class EngineSpec:
     @property
     def pass_widths(self) -> tuple[int, ...]:
         """All numbers of rows for which a pass exists, prefill included."""
-        return self.widths + self.prompt_widths
+        return self.widths + self.prompt_widths if self.prompt_widths else self.widths
 
     def chunk_size(self, left: int) -> int:
         """How many of the `left` unread tokens of a prompt the next prefill pass reads: the largest prompt width that

@@ -50,7 +50,7 @@ class GrowingKVCache(ABC):
     places = False  # see Storage
 
     def __init__(self, spec: EngineSpec) -> None:
-        self._spec = spec
+        self._spec, self._widest = spec, spec.pass_widths[-1]
         self._limit = spec.capacity
         self._closed = False
         self.length = 0
@@ -118,15 +118,23 @@ class GrowingKVCache(ABC):
         """
         if self._closed:
             raise EngineError("this cache was closed: open another one for the next text")
-        check_rows(self._spec, batch)
+        width = len(batch.mask)
+        sound = batch.num_tokens <= width <= self._widest and batch.mask.dtype == np.bool_
+        ids, positions = batch.token_ids, batch.position_ids
+        if not sound or not (len(ids) == len(positions) == width and ids.dtype == positions.dtype == np.int64):
+            raise EngineError(
+                f"{batch.num_tokens} of {width} rows, with {len(ids)} token ids and {len(positions)} positions, are no "
+                f"pass of this engine, which has up to {self._widest} rows of int64"
+            )
         if batch.slots is None:
             check_mask(self._spec, batch.mask, self.speculative)
         elif not self.places:
             raise EngineError("rows of this engine follow each other: leave the slots of the batch out")
         else:
             check_slots(batch, self.length, self.speculative)
-        used = self.length + self.speculative
-        self._grow(self.length + batch.mask.shape[1], used)
+        used, needed = self.length + self.speculative, self.length + batch.mask.shape[1]
+        if needed > self.capacity:
+            self._grow(needed, used)
         return used
 
     def repeat(self, length: int) -> None:
@@ -205,19 +213,6 @@ class StackedKVCache(GrowingKVCache):
         del self.buffer
 
 
-def check_rows(spec: EngineSpec, batch: TokenBatch) -> None:
-    """Raises EngineError for more rows than a pass of this engine has, and for arrays of other lengths or dtypes than
-    TokenBatch says: kernels read them without a check of their own."""
-    width = len(batch.mask)
-    rows = (batch.token_ids, batch.position_ids)
-    sound = width <= spec.pass_widths[-1] and batch.num_tokens <= width and batch.mask.dtype == np.bool_
-    if not sound or any(array.shape != (width,) or array.dtype != np.int64 for array in rows):
-        raise EngineError(
-            f"{batch.num_tokens} of {width} rows, with {len(batch.token_ids)} token ids and {len(batch.position_ids)} "
-            f"positions, are no pass of this engine, which has up to {spec.pass_widths[-1]} rows of int64"
-        )
-
-
 def check_mask(spec: EngineSpec, mask: NDArray[np.bool_], speculative: int) -> None:
     """Raises EngineError when a mask [W, S] fits no pass of this engine after `speculative` earlier speculative
     rows."""
@@ -235,7 +230,7 @@ def check_slots(batch: TokenBatch, committed: int, speculative: int) -> None:
     when the mask leaves out speculative slots."""
     columns = batch.mask.shape[1]
     slots = [] if batch.slots is None else batch.slots.tolist()
-    if len(set(slots)) != batch.num_tokens or len(slots) != batch.num_tokens or columns < speculative:
+    if not len(set(slots)) == len(slots) == batch.num_tokens or columns < speculative:
         raise EngineError(f"{len(slots)} slots and {columns} columns of a mask fit no pass of {batch.num_tokens} rows")
     if slots and not committed <= min(slots) <= max(slots) < committed + columns:
         raise EngineError(f"slots of rows must be from {committed} to {committed + columns - 1}, not {slots}")

@@ -25,7 +25,8 @@ class IncrementalDetokenizer:
     A token's text depends on its neighbours (leading spaces, characters split into bytes), so a short window is decoded
     again for each token: first the context (tokens whose text is complete), then the pending tokens. Tokens that stand
     for one byte (`Tokenizer.byte_values`) are decoded here as bytes, because the library turns valid characters beside
-    an invalid byte into U+FFFD, too.
+    an invalid byte into U+FFFD, too. So are all tokens of a tokenizer whose text is that of their bytes, one after the
+    other (`Tokenizer.is_byte_level`).
     """
 
     def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int], skip_special_tokens: bool = True) -> None:
@@ -34,7 +35,12 @@ class IncrementalDetokenizer:
         self._tokenizer, self._skips = tokenizer, skip_special_tokens
         self._bytes = codecs.getincrementaldecoder("utf-8")("replace")
         window = last_tokens(tokenizer, prompt)
-        if tokenizer.byte_values:
+        if tokenizer.is_byte_level:
+            self._set_context([])
+            for token in window[-UNFINISHED:]:
+                self._bytes.decode(tokenizer.piece(token))
+            self._prompt_end = INCOMPLETE if self._bytes.getstate()[0] else ""
+        elif tokenizer.byte_values:
             self._set_context(window)
             for token in window[-UNFINISHED:]:
                 self._bytes.decode(tokenizer.byte_values.get(token, b" "))
@@ -62,6 +68,9 @@ class IncrementalDetokenizer:
     def _push(self, token: int) -> str:
         if token in self._tokenizer.special_token_ids:  # it has no effect on the text of its neighbours
             return "" if self._skips else self._end_character() + self._tokenizer.decode([token], False)
+        if self._tokenizer.is_byte_level:
+            text = self._bytes.decode(self._tokenizer.piece(token))
+            return self._behind_the_prompt(text) if text else ""
         byte = self._tokenizer.byte_values.get(token)
         return self._end_bytes() + self._push_piece(token) if byte is None else self._push_byte(token, byte)
 
@@ -108,6 +117,8 @@ class IncrementalDetokenizer:
 
     def _behind_the_prompt(self, text: str) -> str:
         """The first text of the output, without the part that belongs to the prompt."""
+        if not self._prompt_end:
+            return text
         own, self._prompt_end = common_prefix(self._prompt_end, text), ""
         return text[own:]
 

@@ -57,6 +57,9 @@ class Tokenizer:
         self.special_token_ids = frozenset(index for index, token in added.items() if token.special)
         self.byte_values = byte_values(backend)
         self._byte_letters = byte_letters(backend)
+        # Whether a text is that of its tokens' bytes, one after the other.
+        self.is_byte_level = [part["type"] for part in parts(backend.decoder)] == ["ByteLevel"]
+        self._pieces: dict[int, bytes] = {}
 
     @classmethod
     def load(cls, folder: Path) -> Tokenizer:
@@ -156,6 +159,16 @@ class Tokenizer:
         name = self._backend.id_to_token(token) or ""
         known = all(letter in self._byte_letters for letter in name)
         return bytes(self._byte_letters[letter] for letter in name) if known else None
+
+    def piece(self, token: int) -> bytes:
+        """The bytes of a token of a byte-level tokenizer, as its decoder has them: a name with another letter than
+        those of bytes stands for itself."""
+        piece = self._pieces.get(token)
+        if piece is None:
+            name, letters = self._backend.id_to_token(token) or "", self._byte_letters
+            known = all(letter in letters for letter in name)
+            piece = self._pieces[token] = bytes(letters[letter] for letter in name) if known else name.encode()
+        return piece
 
     def vocabulary(self) -> dict[str, int]:
         """Every token with its id, added tokens included."""

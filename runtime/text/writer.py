@@ -45,7 +45,7 @@ class TextWriter:
     def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int], params: SamplingParams) -> None:
         self._detokenizer = IncrementalDetokenizer(tokenizer, prompt, params.skip_special_tokens)
         self._keeps_stop = params.include_stop_str_in_output
-        self._stop = StopChecker(params.stop, self._keeps_stop)
+        self._stop = StopChecker(params.stop, self._keeps_stop) if params.stop else None
         self._min_tokens = params.min_tokens
         self._count = self._num_proposed = 0
         self._held: deque[TextPiece] = deque()  # decoded text that may be the beginning of a stop string
@@ -53,26 +53,23 @@ class TextWriter:
     def write(self, chunk: TokenChunk, stats: SpecDecodeStats) -> StreamChunk:
         """The text of one chunk. A stop string ends the text at the token that completes the stop string. A token that
         ends the text has no text itself, unless the text keeps what stopped it, as in vLLM."""
-        released, reason = "", STOP if chunk.finish_reason == COMPLETE else chunk.finish_reason
+        reason = STOP if chunk.finish_reason == COMPLETE else chunk.finish_reason
         kept = len(chunk.token_ids)
         silent = chunk.finish_reason == STOP and not self._keeps_stop
-        for index, delta in enumerate(self._detokenizer.push(chunk.token_ids[: kept - silent])):
-            self._count += 1
-            text, stopped = self._check(TextPiece(delta, index < chunk.num_drafted))
-            released += text
-            if stopped:
-                kept, reason = index + 1, STOP
-                break
-        else:
+        deltas = self._detokenizer.push(chunk.token_ids[: kept - silent])
+        pieces = [TextPiece(delta, index < chunk.num_drafted) for index, delta in enumerate(deltas)]
+        if self._stop is None:
             if reason is not None:
-                text, stopped = self._check(TextPiece(self._detokenizer.finish(), False))
-                released += text if stopped else text + self._stop.finish()
-                reason = STOP if stopped else reason
+                pieces.append(TextPiece(self._detokenizer.finish(), False))
+            pieces = [piece for piece in pieces if piece.text]
+        else:
+            place, pieces = self._until_stop(self._stop, pieces, reason is not None)
+            if place is not None:
+                kept, reason = min(kept, place + 1), STOP
         stats.num_tokens -= len(chunk.token_ids) - kept
-        pieces = list(self._take(len(released)))
         proposed, self._num_proposed = stats.num_draft_tokens - self._num_proposed, stats.num_draft_tokens
         return StreamChunk(
-            text=released,
+            text="".join([piece.text for piece in pieces]),
             token_ids=chunk.token_ids[:kept],
             pieces=pieces,
             logprobs=chunk.logprobs[:kept],
@@ -83,12 +80,30 @@ class TextWriter:
             num_proposed=proposed,
         )
 
-    def _check(self, piece: TextPiece) -> StopResult:
+    def _until_stop(
+        self, checker: StopChecker, pieces: Sequence[TextPiece], ends: bool
+    ) -> tuple[int | None, list[TextPiece]]:
+        """The place of the piece that completes a stop string, and the pieces of the text that is final. ends: whether
+        no text follows."""
+        released = ""
+        for place, piece in enumerate(pieces):
+            self._count += 1
+            text, stopped = self._check(checker, piece)
+            released += text
+            if stopped:
+                return place, list(self._take(len(released)))
+        if ends:
+            text, stopped = self._check(checker, TextPiece(self._detokenizer.finish(), False))
+            released += text if stopped else text + checker.finish()
+            return len(pieces) if stopped else None, list(self._take(len(released)))
+        return None, list(self._take(len(released)))
+
+    def _check(self, checker: StopChecker, piece: TextPiece) -> StopResult:
         """The final text, and whether a stop string ends the text, which is possible only after `min_tokens`."""
         self._held.append(piece)
         if self._count <= self._min_tokens:
-            return StopResult(self._stop.pass_over(piece.text), False)
-        return self._stop.push(piece.text)
+            return StopResult(checker.pass_over(piece.text), False)
+        return checker.push(piece.text)
 
     def _take(self, length: int) -> Iterator[TextPiece]:
         """The pieces of the next `length` characters."""

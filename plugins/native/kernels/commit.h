@@ -1,8 +1,10 @@
-/* Accepted rows move behind the committed ones, in all layers of a cache. */
+/* Rows move to other slots, in all layers of a cache. */
 #pragma once
 #include "engine.h"
 
-/* rows: in `slots`, which go behind slot `to` - 1. kept: for every thread, room for the rows of a head. */
+enum { FEW_MOVED = 64 };
+
+/* rows: in `slots`, which go to those from `to` on. kept: for every thread, room for the rows of a head. */
 struct move {
     const struct model *model;
     const struct cache *cache;
@@ -22,15 +24,21 @@ static void move_heads(struct team *team, int thread, void *argument) {
     }
 }
 
-/* Copy the rows in `slots`, in that order, behind row `first` - 1 of every layer; 0, or 1 without memory. */
+/* Copy the rows in `slots`, in that order, to those from `first` on in every layer; 0, or 1 without memory. */
 int draftwood_move(struct engine *engine, const struct cache *cache, int first, const int64_t *slots, int count) {
     if (!count) return 0;
     struct move move = {&engine->model, cache, slots, first, count};
     move.room = (size_t)count * panels_of(engine->model.head_dim) * LANES * sizeof(float);
-    move.kept = allocate_untouched(engine->team->threads * move.room);
+    const int threads = count > FEW_MOVED ? engine->team->threads : 1; /* to wake the others takes longer */
+    move.kept = allocate_untouched(threads * move.room);
     if (!move.kept) return 1;
     pthread_mutex_lock(&engine->team->pass);
-    together(engine->team, 1, move_heads, &move);
+    if (threads > 1) together(engine->team, 1, move_heads, &move);
+    const int heads = threads > 1 ? 0 : engine->model.layers * engine->model.kv_heads;
+    for (int head = 0; head < heads; head++) {
+        const struct cache part = head_of(cache, engine->model.head_dim, head);
+        move_head(&part, engine->model.head_dim, first, slots, count, move.kept);
+    }
     pthread_mutex_unlock(&engine->team->pass);
     release(move.kept);
     return 0;

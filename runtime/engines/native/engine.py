@@ -21,6 +21,7 @@ from ....plugins.native.cache import open_kernels
 from ....plugins.native.compile import CompilerError
 from ....plugins.native.library import (
     FORMATS,
+    HEAD,
     NO_MEMORY,
     REFUSALS,
     Cache,
@@ -52,6 +53,22 @@ class Results(NamedTuple):
     prepared: PreparedRows
 
 
+class Inputs:
+    """Buffers for the inputs of up to `rows` rows, int64, and where they lie. Each pass overwrites them."""
+
+    def __init__(self, rows: int) -> None:
+        self.token_ids, self.position_ids, self.output_rows, self.slots = np.zeros((4, rows), np.int64)
+        arrays = (self.token_ids, self.position_ids, self.output_rows, self.slots)
+        self.addresses = tuple(map(address, arrays))
+
+    def fill(self, batch: TokenBatch, rows: int, scored: int) -> None:
+        self.token_ids[:rows] = batch.token_ids[:rows]
+        self.position_ids[:rows] = batch.position_ids[:rows]
+        self.output_rows[:scored] = batch.output_rows[:scored]
+        if batch.slots is not None:
+            self.slots[:rows] = batch.slots
+
+
 class NativeKVCache(GrowingKVCache):
     """Keys [layers, H_kv, C / 16, D, 16] and values [layers, H_kv, D / 16, C, 16], as `cache_precision` stores numbers;
     scales, float32 [2, layers, H_kv, C], of keys and of values where they are codes: see kernels/cache.h.
@@ -61,6 +78,7 @@ class NativeKVCache(GrowingKVCache):
 
     def __init__(self, engine: NativeEngine) -> None:
         self._engine = engine
+        self.inputs = Inputs(engine.spec.pass_widths[-1])
         super().__init__(engine.spec)
 
     @property
@@ -138,12 +156,12 @@ class NativeEngine(SoloEngine):
         cache = check_cache(cache, NativeKVCache)
         start = cache.reserve(batch)
         wanted, output, prepared = cache.results(outputs)
-        mask = batch.mask if batch.mask.flags.c_contiguous else np.ascontiguousarray(batch.mask)
-        inputs = batch.token_ids, batch.position_ids, batch.output_rows, mask  # they live as long as the pass
-        columns = mask.shape[1]
-        scored = 0 if batch.cache_only else min(outputs, rows)
-        wanted.fill(rows, scored, cache.length, start, columns, inputs)
-        wanted.slots, wanted.drawn = address(batch.slots), 0
+        mask = np.ascontiguousarray(batch.mask)
+        columns, scored = mask.shape[1], 0 if batch.cache_only else min(outputs, rows)
+        cache.inputs.fill(batch, rows, scored)
+        HEAD.pack_into(wanted, 0, rows, scored, cache.length, start, columns)
+        wanted.mask, wanted.drawn = address(mask), 0
+        wanted.slots = None if batch.slots is None else cache.inputs.addresses[-1]
         asked = batch.wanted[:scored]
         softmaxes = prepared.ask(asked, wanted) if any(asked) else ()
         with self._lock:
@@ -178,6 +196,7 @@ class NativeEngine(SoloEngine):
         wanted = Pass(top=columns, cache=cache.structure)
         wanted.logits, wanted.acceptance = address(logits), address(acceptance)
         wanted.ids, wanted.logprobs = address(ids), address(logprobs)
+        wanted.tokens, wanted.positions, wanted.output_rows, _ = cache.inputs.addresses
         return Results(wanted, ForwardOutput(logits, ids, logprobs, acceptance), PreparedRows(logits, self.softmax))
 
     def move(self, cache: NativeKVCache, rows: NDArray[np.int64], first: int) -> None:

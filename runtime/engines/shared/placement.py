@@ -7,8 +7,8 @@ would be read by all of them: 32 texts of 64 tokens then cost 1.7 times as much 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Iterable
+from typing import NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,6 +30,16 @@ class Run(NamedTuple):
         return Run(first, first, self.end)
 
 
+class Sequence(Protocol):
+    """A sequence whose rows are placed."""
+
+    run: Run
+
+    @property
+    def last(self) -> int:
+        """The last slot that it refers to; -1: none."""
+
+
 class Placement(NamedTuple):
     """The slots of a pass. runs: of each sequence afterwards. slots: of the rows of each. top: the slots in use."""
 
@@ -38,22 +48,24 @@ class Placement(NamedTuple):
     top: int
 
 
-def place(sequences: Sequence[tuple[Run, int, int]], top: int, panel: int) -> Placement:
-    """Find slots for new rows. sequences: of each the run, the last slot that it refers to (-1: none) and the number of
-    new rows. top: the number of slots in use. panel: new runs have a multiple of so many slots.
+def place(sequences: Iterable[tuple[Sequence, int]], top: int, panel: int) -> Placement:
+    """Find slots for new rows. sequences: each with the number of its new rows. top: the number of slots in use. panel:
+    new runs have a multiple of so many slots.
 
     The slots of a sequence ascend (see `prefix.py`): a run below its last slot is given up."""
     runs, slots = [], []
-    for run, last, count in sequences:
-        if run.next <= last:
+    for sequence, count in sequences:
+        run = sequence.run
+        if run.next <= sequence.last:
             run = Run()
         own = np.arange(run.next, min(run.next + count, run.end))
         missing = count - len(own)
         if missing:
             own = np.concatenate((own, np.arange(top, top + missing)))
-            run, top = Run(top, top + missing, top + -(-missing // panel) * panel), top + -(-missing // panel) * panel
+            end = top + -(-missing // panel) * panel
+            run, top = Run(top, top + missing, end), end
         else:
-            run = run._replace(next=run.next + count)
+            run = Run(run.kept, run.next + count, run.end)
         runs.append(run)
         slots.append(own)
     return Placement(runs, slots, top)

@@ -122,10 +122,15 @@ class PooledEngine(Engine):
         Raises EngineError when all rows together exceed the widest pass, when the live rows exceed the cache, and for a
         closed cache.
         """
-        caches = [check_cache(each.cache, PooledKVCache) for each in passes]
-        if any(cache not in self.caches for cache in caches):
-            raise EngineError("this cache was closed, or belongs to another pool: open another one for the next text")
-        counts = [each.batch.num_tokens for each in passes]
+        caches: list[PooledKVCache] = []
+        counts: list[int] = []
+        for each in passes:
+            if each.cache not in self.caches:
+                raise EngineError(
+                    "this cache was closed, or belongs to another engine: open another one for the next text"
+                )
+            caches.append(each.cache)
+            counts.append(each.batch.num_tokens)
         rows = sum(counts)
         width = self.spec.width_for(rows)
         self._make_room(width, len(caches))
@@ -149,10 +154,13 @@ class PooledEngine(Engine):
         """The passes as one over the storage, and the part of its output rows that belongs to each pass."""
         top, first = placed.top, 0
         mask = np.zeros((width, top), np.bool_)
-        token_ids, position_ids = np.zeros(width, np.int64), np.zeros(width, np.int64)
+        token_ids, position_ids = passes[0].batch.token_ids, passes[0].batch.position_ids
+        if len(passes) > 1:
+            token_ids, position_ids = np.zeros((2, width), np.int64)
         wanted: list[int] = []  # rows whose output is read
         parts: list[slice] = []
         asked: list[Wanted | None] = []  # by row of `wanted`
+        ranking_only = True
         for (_, batch, _, output_read, _), cache, slots in zip(passes, caches, placed.slots, strict=True):
             count = len(slots)
             end = first + count
@@ -164,11 +172,13 @@ class PooledEngine(Engine):
                 own[:, slots[0] : slots[-1] + 1] = batch.mask[:count, cache.speculative : cache.speculative + count]
             else:
                 own[:, slots] = batch.mask[:count, cache.speculative : cache.speculative + count]
-            token_ids[first:end] = batch.token_ids[:count]
-            position_ids[first:end] = batch.position_ids[:count]
+            if len(passes) > 1:
+                token_ids[first:end] = batch.token_ids[:count]
+                position_ids[first:end] = batch.position_ids[:count]
             begin = end - 1 if len(batch.output_rows) == 1 else first
             parts.append(slice(len(wanted), len(wanted) + (end - begin if output_read else 0)))
             if output_read:
+                ranking_only = ranking_only and batch.ranking_only
                 wanted += range(begin, end)
                 asked += [*batch.wanted, *[None] * (end - begin - len(batch.wanted))]
             first = end
@@ -176,7 +186,6 @@ class PooledEngine(Engine):
             output_rows = passes[0].batch.output_rows
         else:
             output_rows = self._pad_output_rows(wanted or [first - 1], width)
-        ranking_only = all(each.batch.ranking_only for each in passes if each.output_read)
         every = None
         if self._storage.places:
             every = placed.slots[0] if len(passes) == 1 else np.concatenate(placed.slots)
@@ -208,7 +217,7 @@ class PooledEngine(Engine):
             ends = np.cumsum(counts).tolist()
             slots = [used + np.arange(end - count, end) for end, count in zip(ends, counts, strict=True)]
             return Placement([cache.run for cache in caches], slots, used + width)
-        sequences = [(cache.run, cache.last, count) for cache, count in zip(caches, counts, strict=True)]
+        sequences = list(zip(caches, counts, strict=True))
         placed = place(sequences, used, PANEL)
         return placed if placed.top <= self._limit else place(sequences, used, panel=1)
 
@@ -229,12 +238,12 @@ class PooledEngine(Engine):
         passes."""
         used, capacity, limit = self._storage.speculative, self._storage.capacity, self._limit
         panel = PANEL if self._storage.places else 1  # each sequence may leave the rest of one unused
-        needed = width + sum(each.length + each.speculative + panel - 1 for each in self.caches)
-        self._spare_passes += 1
-        if capacity <= max(SPARE_FACTOR * max(needed, FIRST_CAPACITY), self._retained):
-            self._spare_passes = 0
-        spare = self._spare_passes > SPARE_PASSES
         new = width + (panel - 1) * sequences  # at most
+        needed, spare = 0, False
+        if capacity > max(SPARE_FACTOR * FIRST_CAPACITY, self._retained):
+            needed = width + sum(each.length + each.speculative + panel - 1 for each in self.caches)
+            self._spare_passes = self._spare_passes + 1 if capacity > SPARE_FACTOR * needed else 0
+            spare = self._spare_passes > SPARE_PASSES
         if used + new <= capacity and not spare:
             return
         live = self._find_live()

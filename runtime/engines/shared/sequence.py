@@ -37,15 +37,15 @@ class PooledKVCache:
         kept = len(slots)
         if kept and not 0 <= min(slots) <= max(slots) < self.speculative:
             raise EngineError(f"slots {list(slots)} were not computed; {self.speculative} speculative rows exist")
-        first = self.speculative_slots[:kept]
-        accepted = first if slots == range(kept) or list(slots) == [*range(kept)] else self._gather(slots)
+        in_place = [*slots] == [*range(kept)]
+        accepted = self.speculative_slots[:kept] if in_place else self._gather(slots)
         prefixes = self._pool.prefixes
         if prefixes is None:
             self.take(np.concatenate((self.slots, accepted)), accepted)
         else:
             path = prefixes.commit(self.slots, accepted, prefixes.empty_text(self.salt))
             self.take(path, path[self.length :])
-        last = int(accepted[-1]) if kept else -1
+        last = accepted.item(-1) if kept else -1
         self.run = self.run.commit(last)
         self._pool.drop_rejected(self, last)
 
@@ -62,8 +62,8 @@ class PooledKVCache:
         """Refer to the slots `path` as the committed rows, of which `new` are new, and to no speculative ones."""
         self.slots, self.length = path, len(path)
         self.speculative_slots, self.speculative = NO_SLOTS, 0
-        if self.length and path[-1] >= len(self.visible):  # slots ascend
-            longer = np.zeros(2 * int(path[-1]) + 64, np.bool_)
+        if self.length and (last := path.item(-1)) >= len(self.visible):  # slots ascend
+            longer = np.zeros(2 * last + 64, np.bool_)
             longer[: len(self.visible)] = self.visible
             self.visible = longer
         self.visible[new] = True

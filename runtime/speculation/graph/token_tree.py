@@ -45,12 +45,14 @@ class TokenTree:
         """The pass that scores every row behind `committed` cache rows; ranking_only: see TokenBatch. wanted: what
         verification needs of a row's softmax. The pass computes it on the path of first children, with which most
         verifiers begin; the host computes it for any other row."""
-        rows = len(self)
+        rows = len(self.token_ids)
+        on_path: tuple[Wanted | None, ...] = ()
         if self.parents == tuple(range(-1, rows - 1)):  # a chain, or the root alone
             mask, positions = causal_mask(rows), np.arange(committed, committed + rows)
+            on_path = () if wanted is None else (wanted,) * rows
         else:
             mask, positions = self._mask(), committed + np.asarray(self.depths)
-        on_path = () if wanted is None else self._on_first_path(wanted)
+            on_path = () if wanted is None else self._on_first_path(wanted)
         return TokenBatch.pad(
             self.token_ids, positions, mask, spec.width_for(rows), ranking_only=ranking_only, wanted=on_path
         )
@@ -69,8 +71,10 @@ class TokenTree:
         path = [0]
         while below := self.children[path[-1]]:
             path.append(below[0])
-        on_path = set(path)
-        return tuple(wanted if row in on_path else None for row in range(path[-1] + 1))
+        asked: list[Wanted | None] = [None] * (path[-1] + 1)
+        for row in path:
+            asked[row] = wanted
+        return tuple(asked)
 
 
 def root_alone(token: int) -> TokenTree:
@@ -117,14 +121,14 @@ def unroll(graph: TokenGraph, max_tokens: int, max_depth: int) -> TokenTree:
             elsewhere = copied or graph.parents[following.child] != node
             heapq.heappush(heap, (negative - following.gain, following.child, pushed, row, elsewhere, following))
     return TokenTree(
-        token_ids=tuple(graph.tokens[node] for node in nodes),
+        token_ids=tuple(map(graph.tokens.__getitem__, nodes)),
         parents=tuple(parents),
         depths=tuple(depths),
         children=tuple(map(tuple, children)),
         nodes=tuple(nodes),
         merged=tuple(merged),
         certain=frozenset(certain),
-        shares=tuple(graph.shares[node] for node in nodes),
+        shares=tuple(map(graph.shares.__getitem__, nodes)),
         draft_probs=draft_probs,
         remaining=remaining,
     )

@@ -38,34 +38,27 @@ class Calibration:
     """One request's table of estimates."""
 
     def __init__(self) -> None:
-        self._accepted = [[0] * BINS for _ in range(RANKS)]
-        self._offered = [[0] * BINS for _ in range(RANKS)]
-        self._estimates = [self._estimated(rank) for rank in range(RANKS)]
-        self._logs, self._unknown = array("d", bytes(8 * 2 * RANKS * BINS)), set(range(RANKS))
+        # By rank: of each bin, and of all of them.
+        self._accepted, self._offered = [[0] * BINS for _ in range(RANKS)], [[0] * BINS for _ in range(RANKS)]
+        self._all_accepted, self._all_offered = [0] * RANKS, [0] * RANKS
 
     def __call__(self, rank: int, share: float) -> float:
-        return self._estimates[min(rank, RANKS - 1)][bin_of(share)]
+        return self._estimate(min(rank, RANKS - 1), bin_of(share))
 
     def logs(self) -> array[float]:
         """log a and log (1 - a) of each estimate a, by rank and bin."""
-        for rank in self._unknown:
-            logs = [each for a in self._estimates[rank] for each in (math.log(a), math.log1p(-a))]
-            self._logs[rank * len(logs) : (rank + 1) * len(logs)] = array("d", logs)
-        self._unknown.clear()
-        return self._logs[:]
+        cells = (self._estimate(rank, cell) for rank in range(RANKS) for cell in range(BINS))
+        return array("d", [each for a in cells for each in (math.log(a), math.log1p(-a))])
 
-    def _estimated(self, rank: int) -> list[float]:
-        """The estimates of a rank's cells. Each cell's prior is the estimate of its whole rank, whose prior is
-        TYPICAL."""
-        accepted, offered = self._accepted[rank], self._offered[rank]
-        whole = (sum(accepted) + PRIOR * TYPICAL[rank]) / (sum(offered) + PRIOR)
-        cells = [(a + PRIOR * whole) / (o + PRIOR) for a, o in zip(accepted, offered, strict=True)]
-        return [FLOOR if cell < FLOOR else 1 - FLOOR if cell > 1 - FLOOR else cell for cell in cells]
+    def _estimate(self, rank: int, cell: int) -> float:
+        """The prior of each cell is the estimate of its whole rank, whose prior is TYPICAL."""
+        whole = (self._all_accepted[rank] + PRIOR * TYPICAL[rank]) / (self._all_offered[rank] + PRIOR)
+        a = (self._accepted[rank][cell] + PRIOR * whole) / (self._offered[rank][cell] + PRIOR)
+        return FLOOR if a < FLOOR else 1 - FLOOR if a > 1 - FLOOR else a
 
     def update(self, tree: TokenTree, accepted: Sequence[int]) -> None:
         """Learn from one round. accepted: the accepted rows of `tree`."""
         kept, certain, shares = set(accepted), tree.certain, tree.shares
-        ranks = set()
         for row in (0, *accepted):
             children = tree.children[row]
             drawn = [child for child in children if child not in certain] if certain else children
@@ -73,14 +66,12 @@ class Calibration:
                 continue  # a given token was accepted, possibly before any drawn token was tested
             for rank, child in enumerate(drawn):
                 counted, cell = min(rank, RANKS - 1), bin_of(shares[child])
-                ranks.add(counted)
                 self._offered[counted][cell] += 1
+                self._all_offered[counted] += 1
                 if child in kept:
                     self._accepted[counted][cell] += 1
+                    self._all_accepted[counted] += 1
                     break
-        self._unknown |= ranks
-        for rank in ranks:
-            self._estimates[rank] = self._estimated(rank)
 
 
 def bin_of(share: float) -> int:

@@ -163,7 +163,8 @@ class Counting:
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer, self.special_token_ids = tokenizer, tokenizer.special_token_ids
-        self.byte_values = tokenizer.byte_values
+        self.byte_values, self.is_byte_level = tokenizer.byte_values, tokenizer.is_byte_level
+        self.piece = tokenizer.piece
         self.most = 0
 
     def decode(self, token_ids: Sequence[int]) -> str:
