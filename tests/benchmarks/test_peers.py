@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import shutil
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from string import ascii_lowercase
+from typing import Any
 
 import pytest
 
@@ -98,21 +100,6 @@ def test_a_conversion_happens_once_per_pair_and_whole(options: PeerOptions, tiny
     assert options.convert_once(lambda folder: None) != done
 
 
-def test_programs_that_need_all_outputs_take_the_full_draft(options: PeerOptions, tmp_path: Path) -> None:
-    pair = tmp_path / "pair"
-    for role in ("target", "draft"):
-        (pair / role).mkdir(parents=True)
-    own = replace(options, pair=pair)
-    assert own.checkpoints == {"target": pair / "target", "draft": pair / "draft"}
-    without = own.convert_once(lambda folder: None)
-    (pair / "draft-full").mkdir()
-    assert own.checkpoints == {"target": pair / "target", "draft": pair / "draft-full"}
-    for file in (pair / "draft" / "config.json", pair / "draft-full" / "config.json"):
-        file.write_text("{}", encoding="utf-8")
-        before, without = without, own.convert_once(lambda folder: None)
-        assert without != before  # either draft's change converts anew
-
-
 def test_draftwood_builds_anew_when_the_code_has_changed_and_loads_the_trimmed_draft(
     options: PeerOptions, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -123,45 +110,34 @@ def test_draftwood_builds_anew_when_the_code_has_changed_and_loads_the_trimmed_d
         Path(str(arguments[arguments.index("--output") + 1])).mkdir()
 
     monkeypatch.setattr(draftwood, "run_draftwood", build)
-    (tmp_path / "pair").mkdir()
+    pair = tmp_path / "pair"
+    pair.mkdir()
     for role in ("target", "draft", "draft-full"):
-        (tmp_path / "pair" / role).symlink_to(options.pair / "draft")
-    own = replace(options, pair=tmp_path / "pair")
+        (pair / role).symlink_to(options.pair / "draft")
+    own = replace(options, pair=pair)
+    assert own.checkpoints == {"target": pair / "target", "draft": pair / "draft-full"}  # for other programs
     folder = draftwood.build_bundle(own, "native")
-    assert draftwood.build_bundle(own, "native") == folder and folder.is_dir()
-    assert built == [tmp_path / "pair" / "draft"]
-    monkeypatch.setattr(draftwood, "BUILDING_PACKAGES", ())
-    assert draftwood.build_bundle(own, "native").is_dir() and len(built) == 2
-    source = tmp_path / "pass.c"
-    source.write_text("int x;", encoding="utf-8")
-    before = draftwood.digest_files([source])
-    assert draftwood.digest_files([source, tmp_path / "notes.md"]) == before  # no source, and need not exist
-    source.write_text("int y;", encoding="utf-8")
-    assert draftwood.digest_files([source]) != before
+    assert draftwood.build_bundle(own, "native") == folder and built == [pair / "draft"]
+    monkeypatch.setattr(draftwood, "digest_files", lambda files: "another digest")
+    assert draftwood.build_bundle(own, "native") != folder and len(built) == 2
 
 
-def test_a_program_answers_in_spite_of_what_it_prints(options: PeerOptions, tmp_path: Path) -> None:
-    peer = PeerProcess(fake_command(Entry("fake", "fp32"), options), tmp_path / "log.txt")
-    try:
-        assert (peer.version, peer.methods) == ("fake 1.0", [PLAIN, "draft:3", "draft:5"])
-        assert peer.generate(PLAIN, [[4, 7], [1]], 3) == Generation([[8, 9, 10], [2, 3, 4]], 0.003, {})
-        with pytest.raises(PeerError, match="no such draft"):
-            peer.generate("draft:3", [[7]], 3)
-        assert peer.generate("draft:5", [[1]], 1).texts == [[2]]  # an error ends nothing
-        assert peer.processor_seconds() > 0
-        for _ in range(2):  # the second request meets a program that has ended
-            with pytest.raises(PeerError, match="ended without an answer"):
-                peer.generate("draft:7", [[1]], 1)
-    finally:
-        peer.close()
-    assert "a library that prints" in (tmp_path / "log.txt").read_text()
-
-
-def test_a_program_that_cannot_load_says_why(options: PeerOptions, tmp_path: Path) -> None:
+def test_a_program_answers_in_spite_of_what_it_prints_and_says_what_fails(options: PeerOptions, tmp_path: Path) -> None:
+    log = tmp_path / "log.txt"
+    peer = PeerProcess(fake_command(Entry("fake", "fp32"), options), log)
+    assert (peer.version, peer.methods) == ("fake 1.0", [PLAIN, "draft:3", "draft:5"])
+    assert peer.generate(PLAIN, [[4, 7], [1]], 3) == Generation([[8, 9, 10], [2, 3, 4]], 0.003, {})
+    with pytest.raises(PeerError, match="no such draft"):
+        peer.generate("draft:3", [[7]], 3)
+    assert peer.generate("draft:5", [[1]], 1).texts == [[2]]  # an error ends nothing
+    assert peer.processor_seconds() > 0
+    for _ in range(2):  # the second request meets a program that has ended
+        with pytest.raises(PeerError, match=r"ended without an answer; see .*log\.txt"):
+            peer.generate("draft:7", [[1]], 1)
+    peer.close()
+    assert "a library that prints" in log.read_text()
     with pytest.raises(PeerError, match="MemoryError: too small a machine"):
-        PeerProcess(fake_command(Entry("fake", "int4"), replace(options, precision="int4")), tmp_path / "log.txt")
-    with pytest.raises(PeerError, match=r"ended without an answer; see .*log\.txt"):
-        PeerProcess([sys.executable, "-c", "pass"], tmp_path / "log.txt")
+        PeerProcess(fake_command(Entry("fake", "int4"), replace(options, precision="int4")), log)
 
 
 def test_every_program_is_there_and_names_the_script_that_sets_it_up(options: PeerOptions) -> None:
@@ -177,60 +153,57 @@ def test_every_program_is_there_and_names_the_script_that_sets_it_up(options: Pe
     assert found == [Entry("huggingface", "fp32"), *native]
 
 
-def test_a_whole_comparison(
-    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+@pytest.fixture
+def compare(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict[str, Any]]:
+    """Runs the comparison of the fake programs. Returns the figures that it writes."""
     monkeypatch.setattr(comparison, "make_command", fake_command)
     monkeypatch.setattr(comparison, "REST", 0.0)
+
+    def compare(*arguments: object) -> dict[str, Any]:
+        common = ["--work", tmp_path, "--output", tmp_path / "results", "--max-tokens", 4, "--repeats", 2]
+        monkeypatch.setattr(sys, "argv", ["run.py", *map(str, [*common, *arguments])])
+        run.main()
+        (file,) = (tmp_path / "results").glob("peers_*.json")
+        figures: dict[str, Any] = json.loads(file.read_text())
+        return figures
+
+    return compare
+
+
+def test_a_whole_comparison(tiny: Path, tmp_path: Path, compare: Callable[..., dict[str, Any]]) -> None:
+    """A text that is not plain decoding's is noticed, and what fails is left out."""
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text('{"prompt": "one"}\n{"prompt": "a longer one"}\n', encoding="utf-8")
-    arguments = ["--pair", tiny, "--prompts", prompts, "--peers", "draftwood,llama.cpp", "--precisions", "fp32,int4"]
-    arguments += ["--draft-tokens", "3,5,6", "--max-tokens", 4, "--repeats", 2]
-    arguments += ["--work", tmp_path, "--output", tmp_path / "results"]
-    monkeypatch.setattr(sys, "argv", ["run.py", *map(str, arguments)])
-    run.main()
-    short, long = (len(Tokenizer.load(tiny / "target").encode(text)) for text in ("one", "a longer one"))
-    assert short <= LONG < long
-    (file,) = (tmp_path / "results").glob("peers_tiny_20*.json")
-    figures = json.loads(file.read_text())
-    assert file.stem == f"peers_tiny_{figures['date']}"
+    pair = ["--pair", tiny, "--prompts", prompts, "--draft-tokens", "3,5,6"]
+    figures = compare(*pair, "--peers", "draftwood,llama.cpp", "--precisions", "fp32,int4")
     rows = {(row["peer"], row["method"]): row for row in figures["rows"]}
-    assert set(rows) == {
-        (peer, method) for peer in ("draftwood", "llama.cpp") for method in (PLAIN, "draft:5", "draft:6")
+    same = {PLAIN: 1, "draft:5": 0.5, "draft:6": 1}
+    assert {key: row["same_as_plain"] for key, row in rows.items()} == {
+        (peer, method): share for peer in ("draftwood", "llama.cpp") for method, share in same.items()
     }
-    assert {row["same_as_plain"] for row in rows.values() if row["method"] == PLAIN} == {1}
-    assert {row["same_as_plain"] for row in rows.values() if row["method"] == "draft:5"} == {0.5}
     assert {row["tokens_per_second"] for row in rows.values()} == {500.0, 1000.0}
     assert figures["failed"]["draftwood int4"].startswith("MemoryError: too small a machine; see ")
     assert figures["failed"]["llama.cpp fp32 draft:3"].startswith("ValueError: no such draft; see ")
-    assert "Left out: draftwood int4" in capsys.readouterr().out
 
 
 def test_settings_have_lengths_and_texts_at_the_same_time(
-    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tiny: Path, tmp_path: Path, compare: Callable[..., dict[str, Any]]
 ) -> None:
-    monkeypatch.setattr(comparison, "make_command", fake_command)
-    monkeypatch.setattr(comparison, "REST", 0.0)
     pair = shutil.copytree(tiny, tmp_path / "chat")
     for role in ("target", "draft"):
         template = "<s>{% for message in messages %}{{ message['content'] }}{% endfor %}</s>"
         (pair / role / "chat_template.jinja").write_text(template, encoding="utf-8")
     prompts = [{"prompt": f"{word} and more words"} for word in ascii_lowercase]
     (pair / "prompts.jsonl").write_text("".join(json.dumps(each) + "\n" for each in prompts), encoding="utf-8")
-    arguments = ["--pair", pair, "--peers", "llama.cpp", "--precisions", "bf16,fp32"]
-    arguments += ["--draft-tokens", "5,6", "--methods", "draft:6,auto"]
-    arguments += ["--prompt-tokens", "6,12", "--at-a-time", "1,4", "--limit", 2, "--max-tokens", 4, "--repeats", 2]
-    arguments += ["--work", tmp_path, "--output", tmp_path / "results"]
-    monkeypatch.setattr(sys, "argv", ["run.py", *map(str, arguments)])
-    run.main()
-    (file,) = (tmp_path / "results").glob("peers_chat_20*.json")
-    rows = {(row["setting"], row["precision"], row["method"]): row for row in json.loads(file.read_text())["rows"]}
+    methods = ["--draft-tokens", "5,6", "--methods", "draft:6,auto", "--peers", "llama.cpp"]
+    lengths = ["--precisions", "bf16,fp32", "--prompt-tokens", "6,12", "--at-a-time", "1,4", "--limit", 2]
+    found = compare("--pair", pair, *methods, *lengths)["rows"]
+    rows = {(row["setting"], row["precision"], row["method"]): row["tokens_per_second"] for row in found}
     alone = ("prompts of 6 tokens", "prompts of 12 tokens")
     # At fp32 the fake peer writes one text at a time, so it has no turn in the last setting.
     groups = [(setting, precision) for setting in alone for precision in ("bf16", "fp32")] + [("4 at a time", "bf16")]
     assert set(rows) == {(*group, method) for group in groups for method in (PLAIN, "draft:6")}
-    speeds = {(setting, method): row["tokens_per_second"] for (setting, _, method), row in rows.items()}
-    assert {speeds[setting, PLAIN] for setting in alone} == {1000.0} and speeds["4 at a time", PLAIN] == 4000.0
+    assert rows[alone[0], "bf16", PLAIN] == 1000.0 and rows["4 at a time", "bf16", PLAIN] == 4000.0
 
 
 @pytest.mark.parametrize(
@@ -250,16 +223,12 @@ def test_bad_input_ends_with_2_and_a_reason(
     message: str,
     tiny: Path,
     tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    compare: Callable[..., dict[str, Any]],
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr(comparison, "make_command", fake_command)
-    pair = tiny if "int4" in arguments else tmp_path
-    given = ["run.py", "--pair", str(pair), "--work", str(tmp_path), "--output", str(tmp_path / "x"), *arguments]
-    monkeypatch.setattr(sys, "argv", given)
     with pytest.raises(SystemExit) as ended:
-        run.main()
-    assert ended.value.code == 2 and message in capsys.readouterr().err and not (tmp_path / "x").exists()
+        compare("--pair", tiny if "int4" in arguments else tmp_path, *arguments)
+    assert ended.value.code == 2 and message in capsys.readouterr().err and not (tmp_path / "results").exists()
 
 
 @pytest.mark.full
