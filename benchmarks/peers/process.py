@@ -89,12 +89,12 @@ def make_command(entry: Entry, options: PeerOptions) -> list[str]:
 class PeerProcess:
     """One running program. Raises PeerError when it does not start."""
 
-    def __init__(self, command: list[str], log: Path) -> None:
-        """log: file for the program's output on stderr."""
+    def __init__(self, command: list[str], log: Path, checkout: Path = ROOT) -> None:
+        """log: file for the program's output on stderr. checkout: of this project, where the program runs."""
         log.parent.mkdir(parents=True, exist_ok=True)
         with log.open("ab") as stderr:
             self._process = subprocess.Popen(
-                command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=stderr, text=True
+                command, cwd=checkout, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=stderr, text=True
             )
         self._log = log
         try:

@@ -82,11 +82,6 @@ def test_nothing_is_rounded_when_the_hidden_size_allows(
     assert_same(logits_of(result), logits_of(source))
 
 
-def test_as_many_copies_as_leave_norms_a_power_of_two() -> None:
-    assert [count_residual_copies(32, 32 * ratio) for ratio in (1, 4, 9, 12)] == [1, 1, 9, 3]
-    assert count_residual_copies(30, 96) == 1
-
-
 def test_extra_room_is_filled_at_the_scale_of_the_source(tmp_path: Path) -> None:
     """So that engines compute with all weights, and no two matrices are equal; what they compute adds nothing."""
     source = Checkpoint(write_checkpoint(tmp_path / "source", "biases"))
@@ -104,15 +99,14 @@ def test_extra_room_is_filled_at_the_scale_of_the_source(tmp_path: Path) -> None
 
 def test_shards_dtypes_and_seeds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = write_checkpoint(tmp_path / "source")
-    whole = inflated(source, shape_for(source), "fp16")
+    first = Checkpoint(inflated(source, shape_for(source), "fp16"))
     monkeypatch.setattr(inflate, "SHARD_BYTES", 50_000)
-    sharded = inflated(source, shape_for(source), "bf16", seed=1)
-    files = sorted(sharded.glob("*.safetensors"))
+    second = Checkpoint(inflated(source, shape_for(source), "bf16", seed=1))
+    files = list(second.path.glob("*.safetensors"))
     assert len(files) > 3 and max(file.stat().st_size for file in files) < 60_000
-    first, second = map(Checkpoint, (whole, sharded))
-    name = EXTRA_LAYER + "mlp.up_proj.weight"
-    assert [each.tensor(name).dtype.name for each in (first, second)] == ["float16", "bfloat16"]
-    assert not np.array_equal(first.tensor(name), second.tensor(name).astype(np.float16))
+    one, other = (each.tensor(EXTRA_LAYER + "mlp.up_proj.weight") for each in (first, second))
+    assert (one.dtype.name, other.dtype.name) == ("float16", "bfloat16")
+    assert not np.array_equal(one, other.astype(np.float16))
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from benchmarks.load.serving import run
 from benchmarks.load.serving.aiperf import AIPerf, LoadResult, MeasuredAnswer, read_load
 from benchmarks.load.serving.figures import ServerKey, ServerRow, summarise
 from benchmarks.load.serving.report import COLUMNS, to_markdown
-from benchmarks.load.serving.servers import LLAMA_CPP, OURS, Server, llama_cpp_servers, prepare_llama_cpp, running
+from benchmarks.load.serving.servers import LLAMA_CPP, OURS, Server, prepare_llama_cpp, running
 from benchmarks.peers.process import PeerError
 from benchmarks.peers.protocol import PLAIN, PeerOptions
 from benchmarks.tools.record import rows_to_json
@@ -86,18 +86,6 @@ def test_what_is_missing_is_named(tmp_path: Path) -> None:
     broken = Server(LLAMA_CPP, PLAIN, (sys.executable, "-c", "pass"))
     with pytest.raises(PeerError, match=r"llama\.cpp plain: this server did not start"), running(broken):
         pass
-
-
-def test_a_slot_of_llama_cpp_has_room_for_a_whole_sequence(tmp_path: Path) -> None:
-    for role in ("target", "draft"):
-        (tmp_path / role).mkdir()
-    options = PeerOptions(tmp_path, "fp32", tmp_path / "work", 2, (3, 5))
-    options.convert_once(lambda folder: None)
-    found = {server.method: server.command for server in llama_cpp_servers(options, 16, 1024)}
-    assert list(found) == [PLAIN, "draft:3", "draft:5"] and "-md" not in found[PLAIN]
-    for method, command in found.items():
-        assert command[command.index("-c") + 1] == str(16 * 1024) and "--no-cache-prompt" in command
-        assert method == PLAIN or command[-1] == method[-1]
 
 
 @pytest.fixture
