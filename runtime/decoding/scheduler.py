@@ -102,7 +102,7 @@ class Scheduler(Generic[C]):
         """Run the next pass, joined for as many requests as fit into it; yields what happened, request by request."""
         running = list(self.queue.running)
         if self.num_sharing == len(running) == 1 and running[0].running and not is_chunk(running[0].next_pass):
-            served = running  # a text without company: nothing to prepare, to select or to join
+            served = running  # nothing to prepare, to select or to join
         else:
             yield from self._start(running)
             served = select_joint([request for request in running if request.next_pass is not None], self._prefill)

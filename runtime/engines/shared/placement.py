@@ -34,10 +34,7 @@ class Sequence(Protocol):
     """A sequence whose rows are placed."""
 
     run: Run
-
-    @property
-    def last(self) -> int:
-        """The last slot that it refers to; -1: none."""
+    last: int  # the last slot that it refers to; -1: none
 
 
 class Placement(NamedTuple):
@@ -48,13 +45,13 @@ class Placement(NamedTuple):
     top: int
 
 
-def place(sequences: Iterable[tuple[Sequence, int]], top: int, panel: int) -> Placement:
-    """Find slots for new rows. sequences: each with the number of its new rows. top: the number of slots in use. panel:
+def place(sequences: Iterable[Sequence], counts: Iterable[int], top: int, panel: int) -> Placement:
+    """Find slots for new rows. counts: of the new rows of each sequence. top: the number of slots in use. panel:
     new runs have a multiple of so many slots.
 
     The slots of a sequence ascend (see `prefix.py`): a run below its last slot is given up."""
     runs, slots = [], []
-    for sequence, count in sequences:
+    for sequence, count in zip(sequences, counts, strict=True):
         run = sequence.run
         if run.next <= sequence.last:
             run = Run()

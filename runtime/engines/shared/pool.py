@@ -58,7 +58,7 @@ class PooledEngine(Engine):
         storage.limit(self._slots)
         self.caches: dict[PooledKVCache, None] = {}  # open caches, in the order in which they were opened
         self.prefixes: PrefixTree | None = None
-        self._retained = 0
+        self._retained, self._few = 0, SPARE_FACTOR * FIRST_CAPACITY  # a cache of few slots never shrinks
         self._recalled = False  # whether two texts ever had a common prefix of COMMON_TOKENS
         self._spare_passes = 0  # consecutive passes with too many slots
         # The sequence of the rows from slot `_first` to the end of the storage.
@@ -91,6 +91,7 @@ class PooledEngine(Engine):
         once two texts had a common prefix. Live rows replace these rows, the least recently used first.
         """
         self.prefixes, self._retained = PrefixTree(self._slots), retained
+        self._few = max(self._few, retained)
 
     def new_cache(self, salt: str | None = None) -> PooledKVCache:
         """See Engine.new_cache."""
@@ -132,8 +133,11 @@ class PooledEngine(Engine):
             caches.append(each.cache)
             counts.append(each.batch.num_tokens)
         rows = sum(counts)
-        width = self.spec.width_for(rows)
-        self._make_room(width, len(caches))
+        width = len(passes[0].batch.mask) if len(passes) == 1 else self.spec.width_for(rows)
+        # At most so many slots are new: each sequence may leave the rest of a panel unused.
+        new = width + len(passes) * (PANEL - 1)
+        if not self._storage.speculative + new <= self._storage.capacity <= self._few:
+            self._make_room(width, len(caches))
         # The slots are found before the pass, so that a failed allocation changes neither cache nor sequences.
         placed = self._place(caches, counts, width)
         batch, parts = self._joined(passes, caches, placed, width)
@@ -203,6 +207,12 @@ class PooledEngine(Engine):
             self.prefixes.move(rows[moved:], slots[moved:])
         return True
 
+    def leave(self, cache: PooledKVCache) -> None:
+        """A sequence has ended. Its rows are garbage, or kept for others."""
+        self.caches.pop(cache, None)
+        if not self.caches and self.prefixes is None:
+            self._storage.drop(0)
+
     def drop_rejected(self, cache: PooledKVCache, last: int) -> None:
         """Free the slots after a sequence's last accepted one, if no other sequence has rows there."""
         if cache is self._newest:
@@ -217,9 +227,8 @@ class PooledEngine(Engine):
             ends = np.cumsum(counts).tolist()
             slots = [used + np.arange(end - count, end) for end, count in zip(ends, counts, strict=True)]
             return Placement([cache.run for cache in caches], slots, used + width)
-        sequences = list(zip(caches, counts, strict=True))
-        placed = place(sequences, used, PANEL)
-        return placed if placed.top <= self._limit else place(sequences, used, panel=1)
+        placed = place(caches, counts, used, PANEL)
+        return placed if placed.top <= self._limit else place(caches, counts, used, panel=1)
 
     def _pad_output_rows(self, wanted: list[int], width: int) -> NDArray[np.int64]:
         """The output rows of a pass: the `wanted` rows, and copies of the last one up to a compiled width. Engines keep
@@ -237,10 +246,10 @@ class PooledEngine(Engine):
         where most rows are garbage or the limit is reached. A cache with many spare slots shrinks after SPARE_PASSES
         passes."""
         used, capacity, limit = self._storage.speculative, self._storage.capacity, self._limit
-        panel = PANEL if self._storage.places else 1  # each sequence may leave the rest of one unused
-        new = width + (panel - 1) * sequences  # at most
+        panel = PANEL if self._storage.places else 1
+        new = width + (panel - 1) * sequences
         needed, spare = 0, False
-        if capacity > max(SPARE_FACTOR * FIRST_CAPACITY, self._retained):
+        if capacity > self._few:
             needed = width + sum(each.length + each.speculative + panel - 1 for each in self.caches)
             self._spare_passes = self._spare_passes + 1 if capacity > SPARE_FACTOR * needed else 0
             spare = self._spare_passes > SPARE_PASSES

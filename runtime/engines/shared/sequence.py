@@ -26,6 +26,7 @@ class PooledKVCache:
         # Of the committed and of the speculative rows, int64 [length] and [speculative], in the order of the text.
         self.slots, self.speculative_slots = NO_SLOTS, NO_SLOTS
         self.length = self.speculative = 0
+        self.last = -1  # the last slot of all of them; -1 for none
         # By slot, whether it holds a committed row: bool, as long as the last one needs, or longer.
         self.visible = NOTHING_SEEN
         self.run = Run()  # where the next rows go, if the storage places rows
@@ -62,8 +63,9 @@ class PooledKVCache:
         """Refer to the slots `path` as the committed rows, of which `new` are new, and to no speculative ones."""
         self.slots, self.length = path, len(path)
         self.speculative_slots, self.speculative = NO_SLOTS, 0
-        if self.length and (last := path.item(-1)) >= len(self.visible):  # slots ascend
-            longer = np.zeros(2 * last + 64, np.bool_)
+        self.last = path.item(-1) if self.length else -1
+        if self.last >= len(self.visible):  # slots ascend
+            longer = np.zeros(2 * self.last + 64, np.bool_)
             longer[: len(self.visible)] = self.visible
             self.visible = longer
         self.visible[new] = True
@@ -72,13 +74,16 @@ class PooledKVCache:
         """Refer to other slots, because rows have moved."""
         self.visible = NOTHING_SEEN
         self.take(slots, slots)
-        self.speculative_slots, self.speculative, self.run = speculative, len(speculative), Run()
+        self.run = Run()
+        if len(speculative):
+            self.append(speculative)
 
     def append(self, slots: NDArray[np.int64]) -> None:
         """Refer to the slots of further speculative rows."""
         known = self.speculative_slots
         self.speculative_slots = np.concatenate((known, slots)) if self.speculative else slots
         self.speculative += len(slots)
+        self.last = slots.item(-1)
 
     def truncate(self, length: int) -> None:
         """See KVCache.truncate."""
@@ -86,14 +91,7 @@ class PooledKVCache:
         self.take(self.slots[:length], self.slots[:length])
         self.run = self.run.commit(-1)
 
-    @property
-    def last(self) -> int:
-        """The last slot that the sequence refers to; -1 for an empty one."""
-        if self.speculative:
-            return self.speculative_slots.item(-1)
-        return self.slots.item(-1) if self.length else -1
-
     def close(self) -> None:
         """See KVCache.close. The rows become garbage."""
-        self._pool.caches.pop(self, None)
         self.truncate(0)
+        self._pool.leave(self)
