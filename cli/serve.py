@@ -24,7 +24,7 @@ from ..runtime.llm import LLM
 from ..runtime.requests.async_llm import AsyncLLM
 from ..runtime.serving.collector import freeze_loaded
 from ..runtime.serving.http.clients import ApiKey, read_keys
-from ..runtime.serving.http.connection_limit import MAX_CONNECTIONS
+from ..runtime.serving.http.connection_limit import MAX_CONNECTIONS, raise_file_limit
 from ..runtime.serving.http.hosts import AllowedHosts, is_address, is_loopback
 from .live import costs_note
 from .options import (
@@ -117,7 +117,7 @@ def add_parser(commands: Any) -> None:
     http.add_argument("--allowed-hosts", nargs="+", type=host_name, default=(), metavar="NAME", help=words)
     words = "proxies whose X-Forwarded-For names the sender of a request, such as 10.0.0.0/8 (default: none)"
     http.add_argument("--trusted-proxies", nargs="+", type=network, default=(), metavar="ADDRESS", help=words)
-    words = f"beyond this limit idle connections are closed (default {MAX_CONNECTIONS})"
+    words = f"beyond this limit idle connections are closed, and requests refused (default {MAX_CONNECTIONS})"
     http.add_argument("--max-connections", type=int, default=MAX_CONNECTIONS, help=words)
     words = f"limit of one request (default {MAX_BODY_BYTES})"
     http.add_argument("--max-body-bytes", type=positive, default=MAX_BODY_BYTES, help=words)
@@ -141,8 +141,7 @@ def run(args: argparse.Namespace) -> int:
     for package in ("fastapi", "uvicorn", "prometheus_client"):
         if find_spec(package) is None:
             raise ConfigError(f"draftwood serve needs {package}: {install('serve')}")
-    from ..runtime.serving.http.guard import Limits
-    from ..runtime.serving.http.held import answer_bytes
+    from ..runtime.serving.http.guard import Limits, answer_bytes
     from ..runtime.serving.http.server import bind, serve
     from ..runtime.serving.openai.app import create_app
 
@@ -166,9 +165,10 @@ def run(args: argparse.Namespace) -> int:
                 max_pause_ms=args.max_pause_ms,
             ) as async_llm,
         ):
+            connections = raise_file_limit(args.max_connections)
             limits = Limits(
                 args.max_body_bytes,
-                2 * async_llm.max_requests,
+                min(2 * async_llm.max_requests, connections),
                 keys,
                 hosts=AllowedHosts.of(args.host, args.allowed_hosts, bool(keys)),
                 trusted_proxies=tuple(args.trusted_proxies),
@@ -191,7 +191,7 @@ def run(args: argparse.Namespace) -> int:
                 room = f"{async_llm.max_running} requests at a time"
                 print(f"draftwood: model {name!r} at {address}, {room}{page}", flush=True)
 
-            serving = serve(app, async_llm, listener, args.drain_timeout, args.log_level, started, args.max_connections)
+            serving = serve(app, async_llm, listener, args.drain_timeout, args.log_level, started, connections)
             freeze_loaded()
             finished = asyncio.run(serving)
     if not finished:

@@ -16,8 +16,7 @@ from pydantic.json_schema import models_json_schema
 from draftwood import LLM, AsyncLLM, SamplingParams, SpeculativeConfig, runtime
 from draftwood.cli.main import COMMANDS
 from draftwood.runtime.serving.http.reference import kind, shown
-from draftwood.runtime.serving.openai.chat_body import ChatBody
-from draftwood.runtime.serving.openai.completion_body import CompletionBody
+from draftwood.runtime.serving.openai.bodies import ChatBody, CompletionBody
 
 REFERENCES = "#/components/schemas/{model}"
 

@@ -21,10 +21,16 @@ from benchmarks.tools.record import make_parser
 from draftwood.builder.checkpoints.checkpoint import Checkpoint
 from draftwood.builder.distillation.batches import Batch, pack
 from draftwood.builder.distillation.card import origin_of
-from draftwood.builder.distillation.draft import FIGURES, WEIGHTS, Report, config_fields, write_draft, write_json
+from draftwood.builder.distillation.draft import (
+    FIGURES,
+    WEIGHTS,
+    Report,
+    config_fields,
+    read_start,
+    write_draft,
+)
 from draftwood.builder.distillation.network import DraftNetwork
-from draftwood.builder.distillation.shards import ANSWER, WrittenText
-from draftwood.builder.distillation.start import read_start
+from draftwood.builder.distillation.state import ANSWER, WrittenText, write_json
 from draftwood.cli.demo import FOLDER, INSTALL, real_model
 from draftwood.models.layers import network_of
 from draftwood.models.plain_files import read_object

@@ -35,8 +35,8 @@ from safetensors.numpy import save_file
 
 from benchmarks.tools.record import make_parser
 from draftwood.builder.checkpoints.checkpoint import Checkpoint
-from draftwood.builder.checkpoints.json_file import read_json
 from draftwood.builder.checkpoints.safetensors import INDEX
+from draftwood.builder.checkpoints.source import read_json
 from draftwood.models.config import LlamaConfig
 from draftwood.models.errors import CheckpointError, ConfigError, DraftwoodError
 from draftwood.models.layers import Network, network_of, num_parameters

@@ -42,9 +42,13 @@ COUNTERS = {
     PROMPT_TOKENS: "Tokens of prompts",
     GENERATION_TOKENS: "Tokens generated",
 }
-ACCEPTED_AT, ACCEPTED_AT_TEXT = "vllm:spec_decode_num_accepted_tokens_per_pos_total", "Proposals accepted up to a depth"
-ENDED, ENDED_TEXT = "draftwood_requests_total", "Requests by their end"
-ANSWERED, ANSWERED_TEXT = "draftwood_http_responses_total", "Answers of the HTTP server by status, refusals included"
+ENDED, ANSWERED = "draftwood_requests_total", "draftwood_http_responses_total"
+ACCEPTED_AT = "vllm:spec_decode_num_accepted_tokens_per_pos_total"
+LABELLED = {  # counters of each value of a label: their descriptions, and the label
+    ENDED: ("Requests by their end", "finish_reason"),
+    ANSWERED: ("Answers of the HTTP server by status, refusals included", "status"),
+    ACCEPTED_AT: ("Proposals accepted up to a depth", "position"),
+}
 FIRST_TOKEN, INTER_TOKEN = "draftwood_time_to_first_token_seconds", "draftwood_inter_token_latency_seconds"
 QUEUE, REQUEST = "draftwood_request_queue_seconds", "draftwood_request_seconds"
 HISTOGRAMS = {
@@ -73,48 +77,53 @@ class ServingMetrics:
 
     def __init__(self) -> None:
         self._lock = Lock()
-        self._counters = dict.fromkeys(COUNTERS, 0)
-        self._ended: Counter[str] = Counter()  # by reason
-        self._answered: Counter[int] = Counter()  # by status
-        self._accepted_at: Counter[int] = Counter()  # by depth in the proposal, from 0 on
-        self._histograms = {name: Histogram(boundaries) for name, (_, boundaries) in HISTOGRAMS.items()}
+        self._counts = {name: Counter[Any]({None: 0}) for name in COUNTERS}  # by the value of the label
+        self._counts |= {name: Counter[Any]() for name in LABELLED}
+        self._times = {name: Histogram(boundaries) for name, (_, boundaries) in HISTOGRAMS.items()}
 
     def record_start(self, prompt_tokens: int, queue_seconds: float) -> None:
         """Count a request that left the queue."""
         with self._lock:
-            self._counters[PROMPT_TOKENS] += prompt_tokens
-            self._histograms[QUEUE].observe(queue_seconds)
+            self._add(PROMPT_TOKENS, prompt_tokens)
+            self._observe(QUEUE, queue_seconds)
 
     def record_prompt(self, tokens: int, cached_tokens: int) -> None:
         """Count the tokens of a prompt. cached_tokens: those whose rows came from another request."""
         with self._lock:
-            self._counters[PREFIX_QUERIES] += tokens
-            self._counters[PREFIX_HITS] += cached_tokens
+            self._add(PREFIX_QUERIES, tokens)
+            self._add(PREFIX_HITS, cached_tokens)
 
     def record_round(self, tokens: int, seconds: float, first: bool, before: DraftCounts, after: DraftCounts) -> None:
         """Count a round with `tokens` output tokens. seconds: since the request's arrival for its first round, else
         since its previous round; these are divided among the tokens. before, after: the draft counts of the request,
         which differ by one proposal at most."""
         with self._lock:
-            self._counters[GENERATION_TOKENS] += tokens
+            self._add(GENERATION_TOKENS, tokens)
             for name, old, new in zip((DRAFTS, DRAFT_TOKENS, ACCEPTED_TOKENS), before, after, strict=True):
-                self._counters[name] += new - old
-            self._accepted_at.update(range(after.num_accepted_tokens - before.num_accepted_tokens))
+                self._add(name, new - old)
+            for position in range(after.num_accepted_tokens - before.num_accepted_tokens):
+                self._add(ACCEPTED_AT, 1, position)
             if first:
-                self._histograms[FIRST_TOKEN].observe(seconds)
+                self._observe(FIRST_TOKEN, seconds)
             elif tokens:
-                self._histograms[INTER_TOKEN].observe(seconds / tokens, tokens)
+                self._observe(INTER_TOKEN, seconds / tokens, tokens)
 
     def record_end(self, reason: str, seconds: float) -> None:
         """Count an ended request. reason: the finish_reason, "abort", "deadline" or "error". seconds: since arrival."""
         with self._lock:
-            self._ended[reason] += 1
-            self._histograms[REQUEST].observe(seconds)
+            self._add(ENDED, 1, reason)
+            self._observe(REQUEST, seconds)
 
     def record_answer(self, status: int) -> None:
         """Count an answer of the HTTP server to a request of its API."""
         with self._lock:
-            self._answered[status] += 1
+            self._add(ANSWERED, 1, status)
+
+    def _add(self, name: str, number: int, label: Any = None) -> None:
+        self._counts[name][label] += number
+
+    def _observe(self, name: str, seconds: float, times: int = 1) -> None:
+        self._times[name].observe(seconds, times)
 
     def to_prometheus(self, gauges: Mapping[str, float]) -> str:
         """All metrics in Prometheus' text format 0.0.4. gauges: the present values, by names of GAUGES.
@@ -126,9 +135,4 @@ class ServingMetrics:
         except ModuleNotFoundError as error:
             raise ConfigError(f"metrics as text need {error.name}: {install('serve')}") from error
         with self._lock:
-            labelled: dict[tuple[str, str, str], Mapping[Any, int]] = {
-                (ENDED, ENDED_TEXT, "finish_reason"): self._ended,
-                (ANSWERED, ANSWERED_TEXT, "status"): self._answered,
-                (ACCEPTED_AT, ACCEPTED_AT_TEXT, "position"): self._accepted_at,
-            }
-            return to_text(gauges, self._counters, labelled, self._histograms)
+            return to_text(gauges, self._counts, self._times)

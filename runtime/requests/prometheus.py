@@ -11,7 +11,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from .metrics import COUNTERS, GAUGES, HISTOGRAMS, Histogram
+from .metrics import COUNTERS, GAUGES, HISTOGRAMS, LABELLED, Histogram
 
 
 class MetricSnapshot(list[Metric], Collector):
@@ -22,19 +22,16 @@ class MetricSnapshot(list[Metric], Collector):
 
 
 def to_text(
-    gauges: Mapping[str, float],
-    counters: Mapping[str, float],
-    labelled: Mapping[tuple[str, str, str], Mapping[Any, int]],
-    histograms: Mapping[str, Histogram],
+    gauges: Mapping[str, float], counts: Mapping[str, Mapping[Any, int]], histograms: Mapping[str, Histogram]
 ) -> str:
     """The metrics in text format 0.0.4, without the `_created` series that prometheus_client's counters would add.
-    labelled: counters by the values of a label; their keys are name, description and label."""
+    counts: of each counter, by the values of its label; of one without a label, by None."""
     families = MetricSnapshot(GaugeMetricFamily(name, GAUGES[name], value) for name, value in gauges.items())
-    families += [CounterMetricFamily(name, COUNTERS[name], value) for name, value in counters.items()]
-    for (name, description, label), numbers in labelled.items():
-        family = CounterMetricFamily(name, description, labels=[label])
+    for name, numbers in counts.items():
+        description, label = LABELLED.get(name) or (COUNTERS[name], "")
+        family = CounterMetricFamily(name, description, labels=[label] if label else [])
         for value, number in sorted(numbers.items()):
-            family.add_metric([str(value)], number)
+            family.add_metric([str(value)] if label else [], number)
         families.append(family)
     for name, histogram in histograms.items():
         boundaries = (*map(str, histogram.boundaries), "+Inf")

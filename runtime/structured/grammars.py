@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections import OrderedDict
 from collections.abc import Sequence
 from contextlib import suppress
@@ -21,7 +20,7 @@ from ..engines.shared.memory import OutOfMemoryError
 from ..sampling.structured import StructuredOutput
 from ..text.tokenizer import Tokenizer
 from ..text.tokenizer_worker import is_failure
-from ..text.worker_pool import WorkerPool
+from ..text.workers import Task, WorkerPool
 from . import grammar_worker
 from .forms import written_form
 from .grammar_worker import open_matcher, open_tokenizer
@@ -31,14 +30,19 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
 LIBRARY = "llguidance"
-WORKER = Path(grammar_worker.__file__)
-COMPILE_SECONDS = 5.0  # time limit of one grammar; usual schemas take milliseconds
-CROWDED_SECONDS = 1.0  # the same limit while other grammars wait for a process
 PROCESSES = 2
 KEPT, KEPT_BYTES = 32, 256 << 20  # most grammars that are kept, and their memory when they were compiled
 # The same memory of the grammars of all requests, kept or not. Any grammar that compiles fits beside the kept ones.
 MOST_BYTES = grammar_worker.MEMORY_BYTES + KEPT_BYTES
 SMALL_BYTES = 4 << 20  # a smaller grammar is never refused: the number of requests bounds how many there are
+
+
+def refusal(reason: str) -> RequestError:
+    return RequestError(f"the structured output cannot be used: {reason}")
+
+
+# Usual schemas take milliseconds.
+COMPILING = Task(Path(grammar_worker.__file__), PROCESSES, 5.0, 1.0, refusal)
 
 
 class Share:
@@ -61,18 +65,17 @@ class Grammar:
     ) -> None:
         """matcher: at its beginning. vocab_size: of the model. special: the special tokens, and those that end a text.
         share: of the memory, which the matcher and its copies take. guard: further rules of JSON."""
-        self._matcher, self._vocab_size, self._special = matcher, vocab_size, special
-        self.share, self._guard = share, guard
+        self.matcher, self.vocab_size, self.special = matcher, vocab_size, special
+        self.share, self.guard = share, guard
 
     def start(self) -> MatcherConstraint:
         """The constraint of a new text."""
-        matcher = self._matcher.deep_copy()
-        return MatcherConstraint(matcher, self._vocab_size, self._special, self.share, self._guard)
+        return MatcherConstraint(self)
 
     @property
     def usable(self) -> bool:
         """Whether a new text can begin: not after a request has filled the grammar's tables."""
-        copy = self._matcher.deep_copy()
+        copy = self.matcher.deep_copy()
         copy.compute_bitmask()
         return not copy.is_error()
 
@@ -80,18 +83,10 @@ class Grammar:
 class MatcherConstraint:
     """A Constraint over llguidance's matcher."""
 
-    def __init__(
-        self,
-        matcher: LLMatcher,
-        vocab_size: int,
-        special: NDArray[np.int64],
-        share: Share,
-        guard: JsonGuard | None = None,
-    ) -> None:
-        """See Grammar."""
-        self._matcher, self._vocab_size, self._special = matcher, vocab_size, special
-        self._share = share  # a copy holds the grammar's tables
-        self._guard, self._states = guard, [] if guard is None else [guard.start()]  # behind each token
+    def __init__(self, grammar: Grammar) -> None:
+        self._grammar, self._guard = grammar, grammar.guard
+        self._matcher = grammar.matcher.deep_copy()  # it holds the grammar's tables, too
+        self._states = [] if self._guard is None else [self._guard.start()]  # after each token
 
     @property
     def ended(self) -> bool:
@@ -103,10 +98,11 @@ class MatcherConstraint:
         """See Constraint."""
         words = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
         self._check()
-        mask = np.unpackbits(words, count=self._vocab_size, bitorder="little").view(np.bool_)
+        mask = np.unpackbits(words, count=self._grammar.vocab_size, bitorder="little").view(np.bool_)
         # The library's masks contain two kinds of tokens that it then refuses: tokens that end a text, where a grammar
         # names them inside the text, and special tokens whose names are part of a text.
-        refused = [token for token in self._special[mask[self._special]] if not self._matcher.validate_tokens([token])]
+        special = self._grammar.special
+        refused = [token for token in special[mask[special]] if not self._matcher.validate_tokens([token])]
         mask[refused] = False
         if refused and not mask.any():
             raise RequestError(
@@ -197,8 +193,7 @@ class Grammars:
         written = written_form(form)
         with self._opening:
             workers, tokenizer, tokens = self._open()
-        line = {"kind": written.kind, "text": written.text, "parts": written.parts}
-        answer = workers.ask((json.dumps(line) + "\n").encode(), given_up)
+        answer = workers.ask({"kind": written.kind, "text": written.text, "parts": written.parts}, given_up)
         if "text" not in answer:
             raise refusal(answer["error"])
         share = self._reserve(int(answer["bytes"]))  # before the memory is taken here, too
@@ -252,9 +247,7 @@ class Grammars:
             content = self._tokenizer.to_json()
             # The library refuses a tokenizer with more tokens than it is told of; a mask ends at the model's last one.
             size = max(self._vocab_size, self._tokenizer.num_ids)
-            setting = {"tokenizer": content, "vocab_size": size, "eos": self._eos}
-            line = (json.dumps(setting) + "\n").encode()
-            pool = WorkerPool(WORKER, line, refusal, PROCESSES, COMPILE_SECONDS, CROWDED_SECONDS)
+            pool = WorkerPool(COMPILING, {"tokenizer": content, "vocab_size": size, "eos": self._eos})
             try:
                 tokenizer = open_tokenizer(content, size, self._eos)
             except BaseException as error:
@@ -264,7 +257,3 @@ class Grammars:
             texts = [bytes(tokenizer.decode_bytes([token])) for token in range(self._vocab_size)]
             self._opened = pool, tokenizer, Tokens(texts)
         return self._opened
-
-
-def refusal(reason: str) -> RequestError:
-    return RequestError(f"the structured output cannot be used: {reason}")

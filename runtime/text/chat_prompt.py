@@ -15,7 +15,7 @@ from .tools import explained, knows_tools
 def write_conversation(
     tokenizer: Tokenizer, messages: Conversation, settings: ChatSettings = ASKED, given_up: Event | None = None
 ) -> str:
-    """The text of a conversation. given_up: see ChatTemplate.render. Raises RequestError for an invalid conversation,
+    """The text of a conversation. given_up: see WorkerPool.ask. Raises RequestError for an invalid conversation,
     and as `Tokenizer.apply_chat_template` does."""
     written = to_template(messages)
     variables = {str(name): value for name, value in settings.template_kwargs.items()}

@@ -21,13 +21,8 @@ CPU_SECONDS = 10
 MAX_CHARACTERS = 16 << 20  # of a rendered conversation
 
 
-def prepare(source: str) -> str:
-    """The template is compiled with the first conversation, whose answer names its errors."""
-    return source
-
-
 def outcome(source: str, variables: bytes) -> dict[str, str]:
-    """The rendered text, or the reason of a failure."""
+    """The rendered text, or the reason of a failure. The first conversation compiles the template."""
     try:
         return {"text": render(source, json.loads(variables))}
     except MemoryError:

@@ -15,15 +15,19 @@ from tokenizers import Tokenizer as TokenizerJson
 
 from ...models.errors import BundleError, RequestError, shown
 from ...models.plain_files import MOST_TOKENIZER, parse_object, read_object, read_plain
+from . import tokenizer_worker
 from .chat_template import ChatTemplate
 from .token_length import BYTES, longest_token, parts
 from .tokenizer_check import is_proved, problems
-from .tokenizer_process import TokenizerProcess
 from .tokenizer_worker import first_problem, is_failure
+from .workers import Task, WorkerPool
 
 TOKENIZER, SETTINGS, TEMPLATE = "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"
 DEFAULT, TOOL_USE = "default", "tool_use"  # names of chat templates; others, as "rag", are kept and not used
 USED = {DEFAULT, TOOL_USE}
+# For tokenizers whose cost is not proved (`tokenizer_check.is_proved`): a regular expression may go back any number of
+# times, and steps may each write a hundred characters for one. Four million usual characters take ten seconds.
+ENCODING = Task(Path(tokenizer_worker.__file__), 2, 20.0, 2.0, RequestError)
 
 # A batch of one text leaves further threads nothing to do. Without this the library starts one for each core.
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -37,7 +41,7 @@ class Tokenizer:
         backend: TokenizerJson,
         special_tokens: Mapping[str, str] | None = None,
         chat_templates: Mapping[str, str] | None = None,
-        process: TokenizerProcess | None = None,
+        process: WorkerPool | None = None,
     ) -> None:
         """special_tokens: texts of "bos_token", "eos_token" and other special tokens. chat_templates: Jinja sources by
         name, see `template_for`. process: encodes the texts in place of `backend`, whose cost is not proved, see
@@ -95,7 +99,7 @@ class Tokenizer:
         return TOOL_USE if tools and TOOL_USE in self._renderers else DEFAULT
 
     def encode(self, text: str, add_special_tokens: bool = True, given_up: Event | None = None) -> list[int]:
-        """Token ids of `text`, with the begin-of-text token if the model uses one. given_up: see ChatTemplate.render.
+        """Token ids of `text`, with the begin-of-text token if the model uses one. given_up: see WorkerPool.ask.
 
         Raises RequestError for half of a surrogate pair, which JSON can express and UTF-8 cannot, and for a text at
         which this tokenizer fails.
@@ -108,7 +112,7 @@ class Tokenizer:
             ) from error
         try:
             if self._process is not None:
-                return self._process.encode(text, add_special_tokens, given_up)
+                return self._encode_apart(self._process, text, add_special_tokens, given_up)
             # As a batch: other threads run meanwhile, while `encode` stops them, for seconds if the text is long.
             (encoding,) = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         except BaseException as error:
@@ -120,6 +124,14 @@ class Tokenizer:
             ) from error
         ids: list[int] = encoding.ids
         return ids
+
+    def _encode_apart(self, process: WorkerPool, text: str, special: bool, given_up: Event | None) -> list[int]:
+        """Raises RequestError, with nothing but the reason, if the tokenizer fails, exceeds its limits, or was given
+        up."""
+        answer = process.ask([text, special], given_up)
+        if "ids" not in answer:
+            raise RequestError(answer["error"])
+        return [int(index) for index in answer["ids"].split()]
 
     def fewest_tokens(self, text: str) -> int:
         """A lower bound on the tokens of a text, from its length alone; 0 if the tokenizer gives no bound."""
@@ -191,7 +203,7 @@ class Tokenizer:
 
         The template comes with the model and runs in a sandbox, in a process that is killed if it takes too long.
         Raises RequestError if the model has no template, or if the template refuses the conversation, tries to leave
-        the sandbox or exceeds its limits. given_up: see ChatTemplate.render. kwargs: other variables of the template,
+        the sandbox or exceeds its limits. given_up: see WorkerPool.ask. kwargs: other variables of the template,
         such as `tools`.
         """
         renderer = self._renderers.get(self._template_name(kwargs.get("tools") is not None))
@@ -235,7 +247,7 @@ def byte_values(backend: TokenizerJson) -> dict[int, bytes]:
     return {index: bytes([byte]) for byte, index in enumerate(ids) if index is not None}
 
 
-def read_backend(file: Path) -> tuple[TokenizerJson, TokenizerProcess | None]:
+def read_backend(file: Path) -> tuple[TokenizerJson, WorkerPool | None]:
     """Open a tokenizer.json. Where the cost of encoding is not proved, a process encodes, and what is opened here lacks
     the steps that it does not need: it knows the tokens, and decodes. Raises BundleError."""
     if not file.is_file():
@@ -247,7 +259,7 @@ def read_backend(file: Path) -> tuple[TokenizerJson, TokenizerProcess | None]:
         raise BundleError(f"{file} is not a readable tokenizer ({error}): rebuild the bundle") from error
     process, found = None, next(problems(content), None)
     if found is None and not is_proved(content):
-        process = TokenizerProcess(read.decode())
+        process = WorkerPool(ENCODING, read.decode())
         read = json.dumps(content | dict.fromkeys(("normalizer", "pre_tokenizer", "post_processor"))).encode()
     try:
         if found is None:
@@ -255,7 +267,7 @@ def read_backend(file: Path) -> tuple[TokenizerJson, TokenizerProcess | None]:
             backend = TokenizerJson.from_buffer(read)
             backend.no_truncation()
             backend.no_padding()
-            found = first_problem(backend) if process is None else process.first_problem()
+            found = first_problem(backend) if process is None else process.ask(None).get("error")
         if found is not None:
             raise BundleError(f"{file} cannot be used: {found}; then rebuild the bundle")
     except BaseException as error:  # the library raises no specific error, and panics are BaseExceptions

@@ -35,11 +35,6 @@ TEXTS = (
 )
 
 
-def prepare(content: str) -> str:
-    """The tokenizer is opened with the first line, whose answer names its errors."""
-    return content
-
-
 def outcome(content: str, line: bytes) -> dict[str, str]:
     """{"ids": the tokens, separated by blanks}, {} after a trial, or {"error": the reason of a failure}."""
     try:

@@ -1,6 +1,6 @@
-"""The program of a WorkerProcess. Its argument is a task: a Python file with `prepare`, `outcome`, MEMORY_BYTES (limit
-of this process' address space, if the system supports limits), and CPU_SECONDS (limit for one line: it ends this
-process even if the parent process cannot).
+"""The program of a WorkerProcess. Its argument is a task: a Python file with `outcome`, perhaps `prepare`, MEMORY_BYTES
+(limit of this process' address space, if the system supports limits), and CPU_SECONDS (limit for one line: it ends
+this process even if the parent process cannot).
 
 The program reads lines of JSON from its standard input. The first line goes to `prepare`, and the answer is {"ready"}.
 Each further line goes to `outcome(prepared, line)`, which returns the answer, a line of JSON. The program ends at the
@@ -30,7 +30,8 @@ def main() -> None:
     limit_memory(task["MEMORY_BYTES"])
     received: SimpleQueue[bytes] = SimpleQueue()
     Thread(target=receive, args=(received,), daemon=True).start()
-    prepared = task["prepare"](json.loads(received.get()))
+    setting = json.loads(received.get())
+    prepared = task["prepare"](setting) if "prepare" in task else setting
     answer({"ready": True})
     while True:
         line = received.get()

@@ -288,26 +288,16 @@ def crowd(server: Served, requests: int, prompt: int, tokens: int) -> Counter[in
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="limits of the address space are Linux'")
-def test_requests_wait_for_memory(wide_bundle: Path, tmp_path: Path) -> None:
-    """64 of them may fill three times the slots that there is memory for."""
+@pytest.mark.parametrize("long", [False, *(pytest.param(more, marks=pytest.mark.full) for more in (300, 500))])
+def test_requests_wait_for_memory(wide_bundle: Path, tmp_path: Path, long: int) -> None:
+    """64 of them may fill three times the slots that there is memory for. long: the megabytes of long requests."""
     script = tmp_path / "limited.py"
     script.write_text(LIMITED, encoding="utf-8")
     native = wide_bundle.name == "native"  # without admission by memory this one refuses some, and the other is slow
-    program = (str(script), str((300 if native else 400) << 20))
+    program = (str(script), str((long or (300 if native else 400)) << 20))
+    prompt, tokens = (600, 60) if long else (150 if native else 50, 4)
     with served(wide_bundle, "--max-running", "64", "--speculative", "budget=fixed", program=program) as server:
-        assert crowd(server, 64, prompt=150 if native else 50, tokens=4) == {200: 64}
+        assert crowd(server, 64, prompt, tokens) == {200: 64}
         status, text = complete(server, prompt=[5] * 3900, max_tokens=100)
         assert status == 400 and "--kv-cache-bytes" in text and "max_tokens" in text
         assert ask(server, "/health") == (200, "ok") and complete(server)[0] == 200
-
-
-@pytest.mark.full
-@pytest.mark.skipif(sys.platform != "linux", reason="limits of the address space are Linux'")
-@pytest.mark.parametrize("more", [300, 500])
-def test_long_requests_wait_for_memory(wide_bundle: Path, tmp_path: Path, more: int) -> None:
-    script = tmp_path / "limited.py"
-    script.write_text(LIMITED, encoding="utf-8")
-    program = (str(script), str(more << 20))
-    with served(wide_bundle, "--max-running", "64", "--speculative", "budget=fixed", program=program) as server:
-        assert crowd(server, 64, prompt=600, tokens=60) == {200: 64}
-        assert ask(server, "/health") == (200, "ok")

@@ -80,31 +80,12 @@ def refused(client: Any, path: str, body: str | bytes) -> str:
         ({"grow": "k-ary", "branching": [2] * 1000}, "branching makes more than 1024"),
         ({"grow": "k-ary", "branching": [1] * 100_000}, "branching has 100000 items"),
         ({"grow": "k-ary", "branching": [10**4000]}, "branching must hold"),
-        ({"grow": "k-ary", "branching": [-3]}, "branching must hold"),
-        ({"grow": "k-ary", "branching": [0]}, "at least one child"),
-        ({"grow": "k-ary", "branching": []}, "at least one child"),
-        ({"grow": "k-ary", "branching": [[2], [2]]}, "branching must be a list of whole numbers"),
-        ({"grow": "k-ary", "branching": [True]}, "not one with True"),
-        ({"grow": "k-ary", "branching": {"0": 1}}, "branching must be a list"),
-        ({"grow": "k-ary", "branching": "22"}, "branching must be a list"),
         ({"grow": "static", "topology": [0] * 100_000}, "topology has 100000 items"),
-        ({"grow": "static", "topology": [0, 5]}, "earlier position"),
-        ({"grow": "static", "topology": [0, -1]}, "topology must hold"),
         ({"grow": "static", "topology": list(range(1000))}, "more than max_total_draft_tokens"),
-        ({"grow": "static", "topology": [0.0]}, "whole numbers"),
-        ({"merge": "gsd", "merge_ngram": 10**9}, "merge_ngram must be"),
-        ({"lookup_ngram": 1000}, "lookup_ngram must be"),
         ({"lookup_ngram": 1, "lookup_len": 10**9}, "lookup_len must be"),
-        ({"max_draft_len": True}, "max_draft_len must be a whole number, not True"),
-        ({"max_draft_len": 3.0}, "max_draft_len must be a whole number"),
-        ({"max_draft_len": "3"}, "max_draft_len must be a whole number"),
-        ({"max_draft_len": None}, "max_draft_len must be a whole number"),
         ({"max_draft_len": -(10**4000)}, "max_draft_len must be at least 1"),
         ({"frontier_width": 1024, "max_draft_len": 1024, "max_total_draft_tokens": 1024}, "widest pass"),
-        ({"draft_threshold": False}, "draft_threshold must be a number"),
         ({"draft_threshold": 10**400}, "draft_threshold must be in"),
-        ({"sibling_share": -1e-300}, "sibling_share must be in"),
-        ({"grow": ["chain"]}, "grow must be text"),
         ({"grow": "x" * 100_000}, "grow must be one of"),
         ({"x" * 100_000: 1}, "is unknown"),
     ],
@@ -148,15 +129,12 @@ def test_json_that_is_too_deep_is_refused_and_leaves_no_trace(client: Any, place
         ('{"prompt": "x", "temperature": 1%s}' % ("0" * 4000), "temperature"),
         ('{"prompt": "x", "temperature": 1e999}', "temperature"),
         ('{"prompt": "x", "temperature": 1e-46, "n": 8, "logit_bias": {"44": 1}}', "between 1e-06 and 100"),
-        ('{"prompt": "x", "temperature": 3.3e37}', "temperature"),
-        ('{"prompt": "x", "min_p": NaN}', "min_p"),
         ('{"prompt": "x", "logit_bias": {"44": -Infinity}}', "44"),
         ('{"prompt": "x", "metadata": [NaN]}', "no number"),
         ('{"prompt": "x", "n": 1, "n": 2}', "'n' is given twice"),
         ('{"prompt": "x", "speculative": {"grow": "chain", "grow": "topk"}}', "'grow' is given twice"),
         ('{"prompt": "\\ud800"}', "surrogate"),
         ('{"prompt": "\\udc00x", "echo": true}', "surrogate"),
-        ('{"prompt": "x", "model": "\\ud800"}', "surrogate"),
         ('{"prompt": "x", "user": "\\ud800"}', "surrogate"),
         ('{"prompt": "x", "stop": ["a", "\\ud800"]}', "surrogate"),
         ('{"prompt": "x", "\\ud800": null}', "surrogate"),
@@ -169,63 +147,15 @@ def test_json_that_is_too_deep_is_refused_and_leaves_no_trace(client: Any, place
         (json.dumps({"prompt": "x", "stop_token_ids": [5] * 200_000}), "stop_token_ids"),
         (json.dumps({"prompt": "x", "model": "m" * 200_000}), ""),
         (json.dumps({"prompt": "x", "f" * 200_000: 1}), "not supported"),
-        ('{"prompt": "x", "stream_options": {"include_usage": true}}', "stream to be true"),
         ('{"prompt": "x", "stream": true, "stream_options": {"metadata": {}}}', "metadata"),
         ('{"prompt": "x", "best_of": true}', "best_of"),
-        ('{"prompt": "x", "tool_choice": "auto"}', "tool_choice"),
         ('{"prompt": "x", "speculative": 0}', "speculative"),
-        ('{"prompt": "x", "speculative": true}', "speculative"),
     ],
 )
 def test_numbers_names_and_texts_that_are_none(client: Any, body: str | bytes, named: str) -> None:
     status, message = send(client, COMPLETIONS, body)
     assert status == (404 if "does not exist" in message else 400) and len(message) < 1000
     assert named in message
-
-
-@pytest.mark.parametrize(
-    ("message", "named"),
-    [
-        ({"role": "bogus", "content": "x"}, "role"),
-        ({"role": "tool", "content": "x", "tool_call_id": "1"}, "tool_call_id"),
-        ({"role": "function", "content": "x", "name": "f"}, "role"),
-        ({"role": "user", "content": None}, "content"),
-        ({"role": "user"}, "content"),
-        ({"role": "user", "content": []}, "content"),
-        ({"role": "user", "content": [{"type": "text", "text": "x"}, {"type": "image_url"}]}, ".content[1] must be"),
-        ({"role": "assistant", "tool_calls": [{"id": "1"}]}, "tool_calls"),
-        ({"role": "user", "content": "x", "images": ["eA=="]}, ".images is not supported"),
-        ({"role": "user", "content": "x", "name": 3}, "name"),
-        ("hello", "messages"),
-        ([{"role": "user", "content": "x"}], "messages"),
-    ],
-)
-@pytest.mark.parametrize("path", [CHAT, "/tokenize"])
-def test_messages_that_would_be_misread_are_refused(client: Any, path: str, message: Any, named: str) -> None:
-    assert named in refused(client, path, json.dumps({"messages": [message]}))
-    assert named in refused(client, path, json.dumps({"messages": [*MESSAGES, message]}))
-
-
-def test_messages_that_can_be_read_are_read(client: Any) -> None:
-    def tokens(*messages: dict[str, Any]) -> list[int]:
-        answer = client.post("/tokenize", json={"messages": messages})
-        assert answer.status_code == 200, answer.text
-        found: list[int] = answer.json()["tokens"]
-        return found
-
-    system = {"role": "system", "content": "be kind"}
-    assert tokens({**system, "role": "developer"}, *MESSAGES) == tokens(system, *MESSAGES)
-    answer = client.post(CHAT, json={"messages": MESSAGES, "max_tokens": 3, "seed": 1}).json()
-    again = answer["choices"][0]["message"]  # as OpenAI's clients send it back
-    said = {"role": "assistant", "content": again["content"]}
-    sent = {**again, "tool_calls": [], "annotations": [], "function_call": None}
-    assert tokens(*MESSAGES, sent, *MESSAGES) == tokens(*MESSAGES, said, *MESSAGES)
-
-
-def test_both_names_of_a_limit_must_agree(client: Any) -> None:
-    body = {"messages": MESSAGES, "max_tokens": 3, "max_completion_tokens": 4}
-    assert "send one of them" in refused(client, CHAT, json.dumps(body))
-    assert client.post(CHAT, json={**body, "max_completion_tokens": 3}).status_code == 200
 
 
 @pytest.mark.parametrize(

@@ -16,8 +16,7 @@ from serving import Served, served, wait_for
 
 pytest.importorskip("fastapi", reason="needs the [serve] extra")
 from draftwood.cli.main import main
-from draftwood.runtime.text.tokenizer import TOKENIZER
-from draftwood.runtime.text.tokenizer_process import PROCESSES
+from draftwood.runtime.text.tokenizer import ENCODING, TOKENIZER
 
 GROWING = {"type": "Replace", "pattern": {"String": "Ж"}, "content": "Ж" * 100_000}
 CUBIC = {"type": "Split", "pattern": {"Regex": "q*q*q*[yY]"}, "behavior": "Isolated", "invert": False}
@@ -57,7 +56,7 @@ def test_a_text_that_fills_the_memory_is_refused(server: Served) -> None:
 
 def test_texts_that_take_for_ever_hold_nobody_up(server: Served) -> None:
     """Of clients that wait, and of clients that left; then the server ends as usual."""
-    clients = [opened(server, posted({**SHORT, "prompt": SLOW_TEXT})) for _ in range(3 * PROCESSES)]
+    clients = [opened(server, posted({**SHORT, "prompt": SLOW_TEXT})) for _ in range(3 * ENCODING.processes)]
     assert asked(server, "hello").status == 200
     for client in clients:
         client.close()

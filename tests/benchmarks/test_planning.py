@@ -15,7 +15,7 @@ from benchmarks.planning.replay import CHAINS, DRAWN_TRACE, TRACE, ByCost, Fixed
 from benchmarks.planning.traces import Place, read_traces
 from draftwood.runtime.decoding.decoder import SpeculativeDecoder
 from draftwood.runtime.decoding.round import Proposal
-from draftwood.runtime.engines.passes import Passes
+from draftwood.runtime.engines.passes import Works
 from draftwood.runtime.sampling.params import SamplingParams
 from draftwood.runtime.speculation.config import SpeculativeConfig
 from draftwood.runtime.speculation.graph.token_tree import unroll
@@ -54,7 +54,7 @@ def test_choosing_the_kind_changes_no_distribution(monkeypatch: pytest.MonkeyPat
 class Anticipating(SpeculativeDecoder):
     """Draws a tree, and makes it a chain of one because of what was drawn."""
 
-    def _propose(self, *args: Any) -> Passes[Proposal]:
+    def _propose(self, *args: Any) -> Works[Proposal]:
         proposal = yield from super()._propose(*args)
         tree = proposal.tree
         biased = len(tree) > 2 and tree.token_ids[2]

@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 from serving import Served
 
 LINUX = sys.platform == "linux"
-ROOM, RESERVE = 24, 16  # connections that the server accepts, and further ones for requests of its state
+ROOM, RESERVE = 40, 16  # connections with requests in progress that the server has, and further ones
 SLOW = ("--served-model-name", "small", "--speculative", "chain,budget=fixed")  # drafts in vain: seconds for LONG
 OPTIONS = (*SLOW, "--max-running", "1", "--max-waiting", "60", "--max-connections", str(ROOM))
 LONG = {"model": "small", "prompt": "hello", "max_tokens": 900, "ignore_eos": True, "temperature": 0}

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import hmac
 import re
-from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from hashlib import sha256
 from ipaddress import IPv6Address, ip_address, ip_network
 from pathlib import Path
-from typing import NamedTuple, Protocol, TypeVar
+from typing import NamedTuple
 
 from ....models.errors import ConfigError
 
@@ -17,15 +16,6 @@ KEY = re.compile(r"[!-~]+")  # characters that a header transmits unchanged
 KEY_RULE = "a key is one or more visible ASCII characters"
 IPV6_NETWORK = 64  # bits of the prefix that a provider gives to one customer, who may use every address below
 MAX_ADDRESS = 64  # characters; a proxy may send any text
-
-
-class Sent(Protocol):
-    """What belongs to a client."""
-
-    client: str
-
-
-S = TypeVar("S", bound=Sent)
 
 
 class ApiKey(NamedTuple):
@@ -90,15 +80,3 @@ def network_of(address: str) -> str:
             return str(parsed.ipv4_mapped)
         return str(ip_network((int(parsed), IPV6_NETWORK), strict=False))
     return str(parsed)
-
-
-def oldest_of_largest(items: Iterable[S], weight: Callable[[S], int]) -> S:
-    """Of the client with the largest sum of `weight`, the first item of a positive weight. items: the oldest first; at
-    least one has a positive weight."""
-    held, first = Counter[str](), dict[str, S]()
-    for item in items:
-        if each := weight(item):
-            held[item.client] += each
-            first.setdefault(item.client, item)
-    ((client, _),) = held.most_common(1)
-    return first[client]

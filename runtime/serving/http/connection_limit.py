@@ -8,16 +8,13 @@ import sys
 from ....models.errors import ConfigError
 
 MAX_CONNECTIONS = 1024  # default limit; far more than the requests that run at a time
-RESERVE = 16  # further connections, only for requests about the server's state
+RESERVE = 16  # further connections, of which a new client gets one when all others have requests in progress
 SPARE_FILES = 64  # files that the process may open later besides connections
 
 
 def raise_file_limit(wanted: int) -> int:
     """Raise the limit of open files as far as necessary and allowed for `wanted` connections. Returns the number of
-    connections that fit, at most `wanted`.
-
-    Raises ConfigError if none fits.
-    """
+    connections that fit, at most `wanted`; a smaller one is a warning. Raises ConfigError if none fits."""
     if wanted < 1:
         raise ConfigError(f"--max-connections must be at least 1, not {wanted}")
     if sys.platform == "win32":
@@ -33,4 +30,11 @@ def raise_file_limit(wanted: int) -> int:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     if soft <= others:
         raise ConfigError(f"{soft} open files are allowed, which leaves none for connections: raise ulimit -n")
-    return min(wanted, soft - others)
+    if soft - others >= wanted:
+        return wanted
+    print(
+        f"draftwood: warning: room for {soft - others} connections instead of {wanted}: raise the limit of open files "
+        "(ulimit -n)",
+        file=sys.stderr,
+    )
+    return soft - others

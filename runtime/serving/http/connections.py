@@ -14,16 +14,14 @@ from typing import Any
 
 import h11
 import uvicorn
-from starlette.datastructures import MutableHeaders
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from .clients import network_of
 from .connection_limit import RESERVE
-from .errors import RETRY_SECONDS, Refusal
-from .guard import HANG_UP, HEALTH, IN_PROGRESS, refuse
+from .errors import Refusal
+from .guard import HANG_UP, IN_PROGRESS, refuse
 
-STATE = (*HEALTH, "/metrics")  # the only paths that reserved connections answer
 HEAD_SECONDS = 30.0  # a connection without a complete request head is closed after 1 to 2 times this
 KEPT_SECONDS = 75  # the same behind an answer: longer than proxies keep theirs, which would else meet closed ones
 CLOSED_AT_ONCE = 32  # one in this many connections is closed at once
@@ -42,15 +40,13 @@ class Connection(H11Protocol, asyncio.BufferedProtocol):
     """A client's connection. home: the client's network, see `network_of`. since: the event loop's time at which it was
     opened, or its last answer was complete. answered: whether there was an answer."""
 
-    def __init__(self, server: uvicorn.Server, reserved: bool) -> None:
-        """reserved: whether it may only ask for the server's state."""
+    def __init__(self, server: uvicorn.Server) -> None:
         super().__init__(server.config, server.server_state, {HANG_UP: self.hang_up})
-        self.reserved = reserved
         self.home = ""
         self._buffer = bytearray(READ_BYTES)
         self.since = self.loop.time()
         self.answered = False
-        self.app = with_one_length(for_state_only(self.app) if reserved else self.app)
+        self.app = with_one_length(self.app)
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -119,11 +115,10 @@ class Connection(H11Protocol, asyncio.BufferedProtocol):
 class Acceptor:
     """Accepts connections for a uvicorn server, which itself listens on no address.
 
-    Beyond `limit` connections, a new connection replaces an idle one: the one that has been idle for the longest time
-    among those of the network with the most connections. If none is idle, incomplete requests and unread ends of
-    answers are closed. Therefore silent connections cannot keep other clients out. Several are closed together, because
-    the search takes time. When all connections have requests in progress, RESERVE further connections are accepted for
-    requests about the server's state, with the same rule among themselves.
+    When `limit` and RESERVE connections are open, a new one replaces an idle one: the one that has been idle for the
+    longest time among those of the network with the most connections. If none is idle, incomplete requests and unread
+    ends of answers are closed. Therefore silent connections cannot keep other clients out. Several are closed together,
+    because the search takes time. The server takes at most `limit` requests, so that there is always one to close.
     """
 
     def __init__(self, server: uvicorn.Server, listener: socket.socket, limit: int) -> None:
@@ -152,21 +147,15 @@ class Acceptor:
                 await self._enter(accepted)
 
     async def _enter(self, accepted: socket.socket) -> None:
-        reserved = not self._may_enter(reserve=False)
-        if reserved and not self._may_enter(reserve=True):
+        connections = self.connections
+        if len(connections) >= self._limit + RESERVE and not self._close_some(connections):
             accepted.close()
             await asyncio.sleep(0)  # lets existing connections make progress
             return
-        loop = asyncio.get_running_loop()
         try:
-            await loop.connect_accepted_socket(lambda: Connection(self._server, reserved), accepted)
+            await asyncio.get_running_loop().connect_accepted_socket(lambda: Connection(self._server), accepted)
         except OSError:  # the client has already disconnected
             accepted.close()
-
-    def _may_enter(self, reserve: bool) -> bool:
-        """Whether another connection may be accepted, either an ordinary or a reserved one."""
-        inside = [each for each in self.connections if each.reserved == reserve]
-        return len(inside) < (RESERVE if reserve else self._limit) or self._close_some(inside)
 
     def _close_some(self, connections: Sequence[Connection]) -> bool:
         """Close the least active connections. Returns whether at least one could be closed."""
@@ -204,26 +193,6 @@ def with_one_length(app: ASGIApp) -> ASGIApp:
             await refuse(TWO_LENGTHS, send)
         else:
             await app(scope, receive, send)
-
-    return answer
-
-
-def for_state_only(app: ASGIApp) -> ASGIApp:
-    """`app` for requests about the server's state, and a 503 for all others. The connection ends with the answer."""
-
-    async def answer(scope: Scope, receive: Receive, send: Send) -> None:
-        async def last(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                MutableHeaders(scope=message)["connection"] = "close"
-            await send(message)
-
-        if scope["path"] in STATE:
-            await app(scope, receive, last)
-            return
-        message = "every connection of this server has a request in progress: retry later, or raise --max-connections"
-        await refuse(
-            Refusal(503, message, "server_error", code="too_many_connections", retry_after=RETRY_SECONDS), last
-        )
 
     return answer
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from typing import NamedTuple
 
 from fastapi import FastAPI, Request
@@ -11,15 +10,23 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import Response
 from starlette.exceptions import HTTPException
 
-from ....models.errors import ConfigError, RequestError
+from ....models.errors import ConfigError, DraftwoodError, RequestError, shown
 from ...engines.shared.memory import OutOfMemoryError
 from ...requests.async_llm import DeadlineError, QueueFullError, ShutdownError
-from ...sampling.structured import at
+from ..body import problem_of
+from ..waiting import ClientGone
 
-FIELD = re.compile(r"(?!(?:str|int|float|bool)$)[a-z_]+")  # pydantic lists the branches of a union among the fields
 PLACES = "this server has /v1/chat/completions, /v1/completions and what /openapi.json lists"
 MAX_SHOWN = 200  # characters of a client's text that are quoted
+CLIENT_CLOSED = 499  # nginx' status for requests whose client has disconnected
 RETRY_SECONDS = 1  # the shortest running requests end about this soon
+
+
+class UnknownModel(DraftwoodError):
+    """A request names another model than the server's."""
+
+    def __init__(self, name: str | None, own: str) -> None:
+        super().__init__(f"the model {shown(name)} does not exist; this server has {own!r}")
 
 
 class Refusal(NamedTuple):
@@ -59,6 +66,8 @@ def refusal_of(error: Exception) -> Refusal:
     """The answer to an exception. Only errors of the client are described to the client."""
     if isinstance(error, (RequestError, ConfigError)):
         return Refusal(400, str(error))
+    if isinstance(error, UnknownModel):
+        return Refusal(404, str(error), param="model", code="model_not_found")
     if isinstance(error, QueueFullError):
         return Refusal(429, str(error), "rate_limit_error", code="queue_full", retry_after=RETRY_SECONDS)
     if isinstance(error, (MemoryError, OutOfMemoryError)):
@@ -72,32 +81,20 @@ def refusal_of(error: Exception) -> Refusal:
 
 
 def invalid(error: RequestValidationError) -> Refusal:
-    """The error of a body. Of several errors, and of the branches of a union, the most specific one is reported: an
-    error of a present value of the right type. What is too long was not read to its end."""
-    worst = max(error.errors(), key=lambda it: (it["type"] == "too_long", len(it["loc"]), specific(it["type"])))
-    if worst["type"] == "json_invalid":
-        return Refusal(400, f"the body is not valid JSON: {worst['ctx']['error']}")
-    *fields, last = worst["loc"]
-    names = [name for name in fields[1:] if isinstance(name, int) or FIELD.fullmatch(name)]
-    if worst["type"] == "extra_forbidden":
-        place = at("", *names, last)
-        return Refusal(400, f"{place} is not supported by this server: leave it out", param=place)
-    if fields and (isinstance(last, int) or FIELD.fullmatch(last)):
-        names.append(last)
-    if not names:
-        return Refusal(400, "the body must be a JSON object, sent with Content-Type: application/json")
-    return Refusal(400, f"{at('', *names)}: {worst['msg']}", param=str(names[0]))
-
-
-def specific(kind: str) -> int:
-    """How specific a kind of pydantic's errors is; greater is more specific."""
-    return 0 if kind.endswith("_type") else 1 if kind == "missing" else 2
+    """The refusal of a body, whose errors have "body" before their places."""
+    errors = error.errors()
+    if errors[0]["type"] == "json_invalid":
+        return Refusal(400, f"the body is not valid JSON: {errors[0]['ctx']['error']}")
+    problem = problem_of([{**each, "loc": each["loc"][1:]} for each in errors])
+    return Refusal(400, problem.message, param=problem.param)
 
 
 def add_errors(app: FastAPI) -> None:
     """Make every error of `app` a Refusal."""
 
     async def answer(request: Request, error: Exception) -> Response:
+        if isinstance(error, ClientGone):
+            return Response(status_code=CLIENT_CLOSED)
         if isinstance(error, RequestValidationError):
             refusal = invalid(error)
         elif isinstance(error, HTTPException):
@@ -108,6 +105,7 @@ def add_errors(app: FastAPI) -> None:
             refusal = refusal_of(error)
         return Response(refusal.body, refusal.status, refusal.headers)
 
-    expected = (RequestError, ConfigError, QueueFullError, ShutdownError, DeadlineError, MemoryError, OutOfMemoryError)
-    for kind in (*expected, RequestValidationError, HTTPException, Exception):
+    of_requests = (RequestError, ConfigError, UnknownModel, ClientGone, RequestValidationError, HTTPException)
+    of_load = (QueueFullError, ShutdownError, DeadlineError, MemoryError, OutOfMemoryError)
+    for kind in (*of_requests, *of_load, Exception):
         app.add_exception_handler(kind, answer)

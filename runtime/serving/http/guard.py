@@ -9,11 +9,12 @@ from uuid import uuid4
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from ...engines.limits import available_bytes
 from ..places import Places
 from .bodies import ArrivingBodies
 from .clients import ApiKey, network_of, owner_of
 from .errors import MAX_SHOWN, RETRY_SECONDS, Refusal
-from .held import LEAST_BYTES, HeldAnswer, HeldAnswers
+from .fair import FairLimit, Held
 from .hosts import AllowedHosts
 
 GUARDED = ("/v1/", "/tokenize", "/detokenize")
@@ -22,24 +23,27 @@ REQUEST_ID = "x-request-id"
 MAX_REQUEST_ID = 128
 IN_PROGRESS = "in_progress"  # key of a scope's state: set while the request counts as in progress
 HANG_UP = "hang_up"  # key of a scope's state: closes the connection without writing what is left
-HELD = "held"  # key of a scope's state: the HeldAnswer of a request in progress
+HELD = "held"  # key of a scope's state: what is held of the answer to a request in progress
+LEAST_BYTES = 256 << 20  # of all answers together: ten of the largest
+SHARE = 8  # they may take one in so many bytes of the memory that is available at the start
 PIECE_BYTES = 64 << 10
 
 
 class Limits(NamedTuple):
-    """Limits of paths below GUARDED. max_body_bytes and body_seconds: of one request's body. max_requests: requests in
-    progress (queued, running, or being answered). api_keys: accepted keys; if empty, no key is needed.
-
-    hosts: accepted host names, None for any; HEALTH always answers. trusted_proxies: addresses or networks whose
-    X-Forwarded-For names the sender of a request. answer_bytes: of all answers that clients have not read."""
+    """Limits of paths below GUARDED."""
 
     max_body_bytes: int
-    max_requests: int
-    api_keys: tuple[ApiKey, ...] = ()
-    body_seconds: float = 30.0
-    hosts: AllowedHosts | None = None
-    trusted_proxies: tuple[str, ...] = ()
-    answer_bytes: int = LEAST_BYTES
+    max_requests: int  # in progress: queued, running, or being answered
+    api_keys: tuple[ApiKey, ...] = ()  # if empty, no key is needed
+    body_seconds: float = 30.0  # for one body
+    hosts: AllowedHosts | None = None  # accepted host names, None for any; HEALTH always answers
+    trusted_proxies: tuple[str, ...] = ()  # addresses or networks whose X-Forwarded-For names the sender of a request
+    answer_bytes: int = LEAST_BYTES  # of all answers that clients have not read
+
+
+def answer_bytes() -> int:
+    """The bytes that all answers may take by the memory that is available now."""
+    return max(LEAST_BYTES, (available_bytes() or 0) // SHARE)
 
 
 class RequestGuard:
@@ -57,7 +61,7 @@ class RequestGuard:
         self._count = count
         self._bodies = ArrivingBodies(limits.max_body_bytes, limits.body_seconds)
         self._places = Places(limits.max_requests)
-        self._held = HeldAnswers(limits.answer_bytes)
+        self._held = FairLimit(limits.answer_bytes)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -94,7 +98,7 @@ class RequestGuard:
             await refuse(body, send)
         elif body is not None:
             hang_up = state.get(HANG_UP, lambda: None)
-            with self._places.take(client), self._held.answer(client, hang_up) as held:
+            with self._places.take(client), self._held.hold(client, hang_up) as held:
                 state[IN_PROGRESS], state[HELD] = True, held
                 await self._app(scope, replay(body, receive), in_pieces(send, held))
 
@@ -150,7 +154,7 @@ def with_id(name: str, send: Send) -> Send:
     return send_with_id
 
 
-def in_pieces(send: Send, held: HeldAnswer) -> Send:
+def in_pieces(send: Send, held: Held) -> Send:
     """`send` that passes a large answer on in pieces. The next piece waits until the client has read enough, and the
     request stays in progress until then; `held` counts the answer. Otherwise slow clients would make the server keep
     any number of whole answers in memory.

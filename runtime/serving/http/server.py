@@ -18,7 +18,7 @@ from starlette.types import ASGIApp
 
 from ....models.errors import ConfigError
 from ...requests.async_llm import AsyncLLM
-from .connection_limit import MAX_CONNECTIONS, raise_file_limit
+from .connection_limit import MAX_CONNECTIONS
 from .connections import KEPT_SECONDS, Acceptor, RateLimit
 
 CLOSED_TERMINAL = getattr(signal, "SIGHUP", signal.SIGTERM)  # a terminal was closed; Windows has no such signal
@@ -103,17 +103,9 @@ async def serve(
     """Serve until SIGTERM, SIGINT or SIGHUP; then refuse new requests, finish the accepted ones, and return.
 
     A second signal, or the end of drain_seconds, aborts running requests. started: called when requests are answered.
-    max_connections: see Acceptor; the limit of open files may lower it, with a warning. Closes the listener. Returns
-    whether every accepted request was finished. Raises ConfigError if no connection is possible.
+    max_connections: see Acceptor. Closes the listener. Returns whether every accepted request was finished.
     """
     listen(listener)
-    limit = raise_file_limit(max_connections)
-    if limit < max_connections:
-        print(
-            f"draftwood: warning: room for {limit} connections instead of {max_connections}: raise the limit of open "
-            "files (ulimit -n)",
-            file=sys.stderr,
-        )
     # Only create_app decides which proxies are trusted.
     config = uvicorn.Config(
         app,
@@ -127,7 +119,7 @@ async def serve(
     )
     logging.getLogger("uvicorn.error").addFilter(RateLimit())
     server = Server(config)
-    acceptor = Acceptor(server, listener, limit)
+    acceptor = Acceptor(server, listener, max_connections)
     stop, hurry = asyncio.Event(), asyncio.Event()
     with route_signals(asyncio.get_running_loop(), stop, hurry):
         serving = asyncio.create_task(server.serve(sockets=[]))

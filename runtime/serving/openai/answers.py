@@ -38,19 +38,16 @@ def check_log_probabilities(params: SamplingParams, choices: int, lengths: Seque
 
 @dataclass(slots=True)
 class Choice:
-    """The content of one choice so far. offsets: of its tokens. echo: text of the prompt that the next chunk begins
-    with; None without one. texts: of its chunks. logprob: of all its tokens together, as far as the request has log-
-    probabilities. num_drafted, num_proposed: sums over its chunks; `stats` may be ahead of them, and counts accepted
-    tokens behind a stop, too."""
+    """The content of one choice so far."""
 
-    offsets: Offsets
-    echo: str | None = None
-    texts: list[str] = field(default_factory=list)
+    offsets: Offsets  # of its tokens
+    echo: str | None = None  # text of the prompt that the next chunk begins with
+    texts: list[str] = field(default_factory=list)  # of its chunks
     logprobs: list[TokenLogprob] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprob | None] | None = None
-    logprob: float = 0.0
+    logprob: float = 0.0  # of all its tokens together, as far as the request has log-probabilities
     num_tokens: int = 0
-    num_drafted: int = 0
+    num_drafted: int = 0  # sums over its chunks; `stats` may be ahead of them, and counts tokens after a stop, too
     num_proposed: int = 0
     finish_reason: str | None = None
     stats: SpecDecodeStats = field(default_factory=SpecDecodeStats)
@@ -145,14 +142,8 @@ class Answer:
         """The finished answer."""
         chosen = self._chosen()
         parts = [
-            Part(
-                "".join(choice.texts),
-                choice.logprobs,
-                choice.finish_reason,
-                choice.offsets,
-                self._written_prompt(choice),
-            )
-            for choice in chosen
+            Part("".join(each.texts), each.logprobs, each.finish_reason, each.offsets, self._written_prompt(each))
+            for each in chosen
         ]
         choices = [self._format.whole(index, part) for index, part in enumerate(parts)]
         for choice, written in zip(chosen, choices, strict=True):

@@ -1,10 +1,15 @@
-"""The formats of a choice in the two OpenAI APIs: texts, log-probabilities and calls of tools, whole or in chunks."""
+"""The formats of a choice in the two OpenAI APIs: texts, log-probabilities and calls of tools, whole or in chunks.
+
+Log-probabilities are iterators, see `json_text.pieces`: a token with its alternatives takes a kilobyte as text and
+several as objects, and an answer may have 100,000 tokens. has_prompts: whether a choice holds its prompt_logprobs; else
+the answer does.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from ...decoding.chunk import TokenLogprob
 from ...text.result import finite
@@ -14,48 +19,30 @@ from .tool_use import ToolUse
 
 
 class Part(NamedTuple):
-    """A part of a choice's text, or all of it. offsets: of its tokens, for what asks for them. prompt: vLLM's
-    `prompt_logprobs`, if the request wants them."""
+    """A part of a choice's text, or all of it."""
 
     text: str
     logprobs: list[TokenLogprob]
     finish_reason: str | None
-    offsets: Offsets | None = None
-    prompt: Iterator[Any] | None = None
-
-
-class AnswerFormat(Protocol):
-    """The format of a choice in one of the two APIs. Log-probabilities are iterators, see `json_text.pieces`: a token
-    with its alternatives takes a kilobyte as text and several as objects, and an answer may have 100,000 tokens."""
-
-    prefix: str  # prefix of an answer's id
-    whole_object: str
-    chunk_object: str
-    has_prompts: bool  # whether a choice holds its prompt_logprobs; else the answer does
-
-    def opening(self, index: int) -> dict[str, Any] | None:
-        """The choice's first chunk, before any text; None if the API has no such chunk."""
-
-    def chunk(self, index: int, part: Part) -> dict[str, Any] | None:
-        """A part of the choice; None if there is nothing to send yet."""
-
-    def whole(self, index: int, part: Part) -> dict[str, Any]: ...
+    offsets: Offsets
+    prompt: Iterator[Any] | None = None  # vLLM's `prompt_logprobs`, if the request wants them
 
 
 class CompletionFormat:
-    """/v1/completions. logprobs: whether the request asked for log-probabilities."""
+    """/v1/completions."""
 
     prefix, whole_object, chunk_object, has_prompts = "cmpl-", "text_completion", "text_completion", True
 
     def __init__(self, texts: TokenTexts, logprobs: bool) -> None:
+        """logprobs: whether the request asked for log-probabilities."""
         self._texts, self._logprobs = texts, logprobs
 
-    def opening(self, index: int) -> dict[str, Any] | None:
-        return None
+    def opening(self, index: int) -> None:
+        """There is no chunk before the first text."""
 
     def chunk(self, index: int, part: Part) -> dict[str, Any]:
-        offsets = part.offsets
-        logprobs = self._written(part.logprobs, offsets) if self._logprobs and offsets is not None else None
+        """A part of the choice."""
+        logprobs = self._written(part.logprobs, part.offsets) if self._logprobs else None
         return {"index": index, "text": part.text, "logprobs": logprobs, "finish_reason": part.finish_reason}
 
     def whole(self, index: int, part: Part) -> dict[str, Any]:
@@ -80,21 +67,22 @@ class CompletionFormat:
 
 
 class ChatFormat:
-    """/v1/chat/completions. logprobs: whether the request asked for log-probabilities. use: the tools that the answer
-    may call."""
+    """/v1/chat/completions."""
 
     prefix, whole_object, chunk_object, has_prompts = "chatcmpl-", "chat.completion", "chat.completion.chunk", False
 
     def __init__(self, texts: TokenTexts, logprobs: bool, use: ToolUse | None = None) -> None:
-        self._texts, self._logprobs = texts, logprobs
-        self._use = use
+        """logprobs: whether the request asked for log-probabilities. use: the tools that the answer may call."""
+        self._texts, self._logprobs, self._use = texts, logprobs, use
         self._readers: dict[int, ToolCallReader | None] = {}  # by choice
 
-    def opening(self, index: int) -> dict[str, Any] | None:
+    def opening(self, index: int) -> dict[str, Any]:
+        """The choice's first chunk, before any text."""
         delta = {"role": "assistant", "content": ""}
         return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
 
     def chunk(self, index: int, part: Part) -> dict[str, Any] | None:
+        """A part of the choice; None if there is nothing to send yet."""
         text, calls, part = self._read(index, part)
         delta: dict[str, Any] = {"content": text} if text or (part.finish_reason is None and not calls) else {}
         if not (text or calls or part.logprobs or part.finish_reason):
@@ -148,3 +136,6 @@ def joined(found: Sequence[str | CallPart]) -> dict[int, dict[str, Any]]:
                 call |= {"id": part.id, "type": "function", "function": {"name": part.name, "arguments": ""}}
             call["function"]["arguments"] += part.arguments
     return calls
+
+
+AnswerFormat = CompletionFormat | ChatFormat

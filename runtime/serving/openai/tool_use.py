@@ -16,7 +16,7 @@ from ...structured.json_guard import ANY_VALUE
 from ...text.tokenizer import Tokenizer
 from ...text.tool_calls import ToolCallReader
 from ...text.tools import HERMES, MAX_TOOLS, ToolFormat, tool_format
-from .forms import Strict
+from ..body import Strict
 
 ANY_ARGUMENTS = {"type": "object"}
 NO_ARGUMENTS = {"type": "object", "properties": {}, "additionalProperties": False}

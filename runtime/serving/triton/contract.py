@@ -7,7 +7,7 @@ Triton's vLLM backend, so that clients of either work unchanged.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
 
@@ -21,7 +21,13 @@ from ...speculation.bounds import Lowerable
 from ...speculation.config import SpeculativeConfig
 
 VARIABLE = (-1,)
-BOOLEANS = {"True": True, "False": False}  # as `to_parameters` writes them
+# Type of a parameter -> what reads it as `to_parameters` writes it.
+READ: dict[type, Callable[[str], Any]] = {
+    bool: {"True": True, "False": False}.__getitem__,
+    int: int,
+    float: float,
+    str: str,
+}
 
 
 class TensorSpec(NamedTuple):
@@ -81,25 +87,19 @@ OUTPUTS = (
 
 @dataclass(frozen=True, slots=True)
 class ModelSettings:
-    """The settings of a model; each field is a parameter of config.pbtxt.
+    """The settings of a model; each field is a parameter of config.pbtxt. Raises ConfigError."""
 
-    bundle: its folder, absolute or relative to the model's folder. speculative: default settings of speculation; None
-    does not open the draft. threads, draft_threads, provider: see LLM. max_running: most requests that are decoded at
-    the same time. max_waiting: most requests that wait; further ones are refused. kv_cache_bytes, prefix_cache_slots:
-    see AsyncLLM; 0 bytes mean its default. max_pause_ms: see AsyncLLM. private_weights: see LLM. Raises ConfigError.
-    """
-
-    bundle: str
-    speculative: SpeculativeConfig | None = SpeculativeConfig()  # noqa: RUF009 - frozen
-    threads: int = 0
+    bundle: str  # its folder, absolute or relative to the model's folder
+    speculative: SpeculativeConfig | None = SpeculativeConfig()  # noqa: RUF009 - frozen; None does not open the draft
+    threads: int = 0  # as of LLM, and the next two
     draft_threads: int = 0
     provider: str = "cpu"
-    max_running: int = MAX_RUNNING
-    max_waiting: int = MAX_WAITING
-    kv_cache_bytes: int = 0
+    max_running: int = MAX_RUNNING  # requests that are decoded at the same time
+    max_waiting: int = MAX_WAITING  # requests that wait; further ones are refused
+    kv_cache_bytes: int = 0  # as of AsyncLLM, and the next two; 0 means its default
     prefix_cache_slots: int = PREFIX_CACHE_SLOTS
     max_pause_ms: float = MAX_PAUSE_MS
-    private_weights: bool = False
+    private_weights: bool = False  # as of LLM
 
     def __post_init__(self) -> None:
         FairQueue(self.max_running, self.max_waiting)  # refuses limits under which no request could run
@@ -114,25 +114,20 @@ class ModelSettings:
     def from_parameters(cls, parameters: Mapping[str, str]) -> ModelSettings:
         """The inverse of `to_parameters`; missing fields keep their defaults. Raises ConfigError."""
         try:
-            values: dict[str, Any] = {"bundle": parameters["bundle"]}
-            numbers = ("threads", "draft_threads", "max_running", "max_waiting", "kv_cache_bytes", "prefix_cache_slots")
-            for name in numbers:
-                if name in parameters:
-                    values[name] = int(parameters[name])
-            if "provider" in parameters:
-                values["provider"] = parameters["provider"]
-            if "max_pause_ms" in parameters:
-                values["max_pause_ms"] = float(parameters["max_pause_ms"])
-            if "private_weights" in parameters:
-                values["private_weights"] = BOOLEANS[parameters["private_weights"]]
+            values = {
+                field.name: READ[type(field.default)](parameters[field.name])
+                for field in fields(cls)
+                if field.name in parameters and type(field.default) in READ
+            }
             if "speculative" in parameters:
-                values["speculative"] = changed_from(json.loads(parameters["speculative"]))
+                content = json.loads(parameters["speculative"])
+                values["speculative"] = None if content is None else SpeculativeConfig(**content)
+            return cls(bundle=parameters["bundle"], **values)
         except (KeyError, TypeError, ValueError) as error:
             raise ConfigError(
                 f"a parameter of config.pbtxt is missing or not what it should be ({error}): "
                 "write the model again with `draftwood triton`"
             ) from error
-        return cls(**values)
 
 
 def changed(config: SpeculativeConfig | None) -> dict[str, Any] | None:
@@ -146,10 +141,3 @@ def changed(config: SpeculativeConfig | None) -> dict[str, Any] | None:
         for name, (value, default) in values.items()
         if value != default or isinstance(value, Lowerable) != isinstance(default, Lowerable)
     }
-
-
-def changed_from(content: Mapping[str, Any] | None) -> SpeculativeConfig | None:
-    """The inverse of `changed`, from its JSON."""
-    if content is None:
-        return None
-    return SpeculativeConfig(**content)

@@ -1,71 +1,63 @@
-"""TritonMetrics: a model's own figures on Triton's /metrics page."""
+"""TritonMetrics: a model's own figures on Triton's /metrics page, with the names of the HTTP server's."""
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Mapping
 from typing import Any
 
-from ...decoding.stats import SpecDecodeStats
-from ...requests import metrics
+from ...requests.metrics import COUNTERS, ENDED, GAUGES, HISTOGRAMS, LABELLED, ServingMetrics
 
 REASONS = ("stop", "length", "abort", "deadline", "refused", "error")
 
 
-class TritonMetrics:
-    """The metrics of ServingMetrics, with the same names. Must not be used from two threads at a time."""
+class TritonMetrics(ServingMetrics):
+    """Counts in any thread. `publish` tells Triton, always in one thread: two at a time crash the whole server (seen
+    with 24.10)."""
 
     def __init__(self, family: Any, labels: Mapping[str, str]) -> None:
         """family: Triton's MetricFamily class. labels: distinguish this instance of the model from others."""
-        described = [
-            (metrics.COUNTERS, family.COUNTER),
-            ({metrics.ENDED: metrics.ENDED_TEXT}, family.COUNTER),
-            (metrics.GAUGES, family.GAUGE),
-        ]
-        self._families = {
-            name: family(name=name, description=text, kind=kind)
-            for names, kind in described
-            for name, text in names.items()
+        super().__init__()
+        self._families = list[Any]()  # Triton forgets a metric whose family is gone
+
+        def made(name: str, text: str, kind: Any) -> Any:
+            self._families.append(family(name=name, description=text, kind=kind))
+            return self._families[-1]
+
+        counters = {name: made(name, text, family.COUNTER).Metric(labels=labels) for name, text in COUNTERS.items()}
+        ended = made(ENDED, LABELLED[ENDED][0], family.COUNTER)
+        ends = {reason: ended.Metric(labels={**labels, "finish_reason": reason}) for reason in REASONS}
+        self._counters = {(name, None): metric for name, metric in counters.items()} | {
+            (ENDED, reason): metric for reason, metric in ends.items()
         }
-        self._metrics = {
-            name: self._families[name].Metric(labels=labels) for name in (*metrics.COUNTERS, *metrics.GAUGES)
+        self._gauges = [made(name, text, family.GAUGE).Metric(labels=labels) for name, text in GAUGES.items()]
+        self._histograms = {
+            name: made(name, text, family.HISTOGRAM).Metric(labels=labels, buckets=list(buckets))
+            for name, (text, buckets) in HISTOGRAMS.items()
         }
-        for name, (text, buckets) in metrics.HISTOGRAMS.items():
-            if name == metrics.QUEUE:  # this class does not know when a request leaves the queue
-                continue
-            self._families[name] = family(name=name, description=text, kind=family.HISTOGRAM)
-            self._metrics[name] = self._families[name].Metric(labels=labels, buckets=list(buckets))
-        self._ended = {
-            reason: self._families[metrics.ENDED].Metric(labels={**labels, "finish_reason": reason})
-            for reason in REASONS
-        }
+        self._added = deque[tuple[str, Any, int]]()
+        self._observed = deque[tuple[str, float]]()
         self._now: tuple[int, ...] = ()
 
-    def record_now(self, running: int, waiting: int, healthy: bool) -> None:
-        """Set the gauges: the numbers of requests, and whether the model can answer requests."""
+    def publish(self, running: int, waiting: int, healthy: bool) -> None:
+        """Tell Triton what was counted, and the present values of the gauges."""
+        while self._added:
+            name, label, number = self._added.popleft()
+            if (name, label) in self._counters:
+                self._counters[name, label].increment(number)
+        while self._observed:
+            name, seconds = self._observed.popleft()
+            self._histograms[name].observe(seconds)
         now = (running, waiting, int(healthy), running, waiting)
         if now != self._now:
             self._now = now
-            for name, value in zip(metrics.GAUGES, now, strict=True):
-                self._metrics[name].set(value)
+            for metric, value in zip(self._gauges, now, strict=True):
+                metric.set(value)
 
-    def record_start(self, prompt_tokens: int) -> None:
-        """Count an accepted request."""
-        self._metrics[metrics.PROMPT_TOKENS].increment(prompt_tokens)
-        self._metrics[metrics.PREFIX_QUERIES].increment(prompt_tokens)
+    def _add(self, name: str, number: int, label: Any = None) -> None:
+        super()._add(name, number, label)
+        self._added.append((name, label, number))
 
-    def record_round(self, tokens: int, seconds: float, first: bool) -> None:
-        """Count a round of `tokens` output tokens. seconds: since the arrival if `first`, else since the last round."""
-        self._metrics[metrics.GENERATION_TOKENS].increment(tokens)
-        if first:
-            self._metrics[metrics.FIRST_TOKEN].observe(seconds)
-        elif tokens:
-            self._metrics[metrics.INTER_TOKEN].observe(seconds / tokens)
-
-    def record_end(self, reason: str, seconds: float, stats: SpecDecodeStats) -> None:
-        """Count a request that ended. seconds: since its arrival. reason: one of REASONS."""
-        self._ended[reason].increment(1)
-        self._metrics[metrics.REQUEST].observe(seconds)
-        self._metrics[metrics.PREFIX_HITS].increment(stats.num_cached_tokens)
-        self._metrics[metrics.DRAFTS].increment(stats.num_drafts)
-        self._metrics[metrics.DRAFT_TOKENS].increment(stats.num_draft_tokens)
-        self._metrics[metrics.ACCEPTED_TOKENS].increment(stats.num_accepted_tokens)
+    def _observe(self, name: str, seconds: float, times: int = 1) -> None:
+        super()._observe(name, seconds, times)
+        self._observed.extend([(name, seconds)] * times)

@@ -10,38 +10,29 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-from collections.abc import Awaitable, Mapping, Sequence
-from contextlib import aclosing
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from threading import Event, Thread
 from time import monotonic, sleep
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar
 
-from numpy.typing import NDArray
-
-from ....models.errors import ConfigError, DraftwoodError, RequestError
-from ...decoding.stats import SpecDecodeStats
-from ...engines.shared.memory import OutOfMemoryError
+from ....models.errors import ConfigError
+from ....plugins.installation import install
 from ...llm import LLM
-from ...requests.async_llm import AsyncLLM, DeadlineError, QueueFullError, RequestStream, ShutdownError
+from ...requests.async_llm import AsyncLLM
 from ...requests.stream import to_exception
 from ...sampling.params import SamplingParams
 from ..collector import freeze_loaded
 from ..places import Places
-from .contract import OPTIONAL_INPUTS, PROMPT, ModelSettings
+from .contract import ModelSettings
 from .metrics import TritonMetrics
-from .request import TritonRequest, json_object, parse_request
-from .response import ResponseWriter
 
-POLL_SECONDS = 0.05  # interval of checks for disconnected clients, and of updates of the gauges
-NAMELESS = ""  # the client's name of requests without one
+try:
+    from .call import POLL_SECONDS, Call
+except ModuleNotFoundError as error:
+    raise ConfigError(f"the Python of Triton lacks {error.name}: {install('serve')}") from error
+
 WARM_UP = SamplingParams(max_tokens=16, temperature=0, ignore_eos=True)
-
-T = TypeVar("T")
-
-
-class CancelledError(DraftwoodError):
-    """The client cancelled its request, or has disconnected."""
 
 
 class TritonModel:
@@ -77,6 +68,7 @@ class TritonModel:
             "instance": args["model_instance_name"],
         }
         self._metrics = TritonMetrics(self.backend.MetricFamily, labels)
+        self._engine.metrics = self._metrics
         self._loop = asyncio.new_event_loop()
         self._unloading = Event()
         freeze_loaded()  # Triton gives every instance a process of its own
@@ -120,114 +112,7 @@ class TritonModel:
                 sleep(POLL_SECONDS)
 
     async def _watch(self) -> None:
-        """The event loop's main task: updates the gauges until the model is unloaded."""
+        """The event loop's main task: tells Triton the metrics until the model is unloaded."""
         while not self._unloading.is_set():
-            self._metrics.record_now(self._engine.num_running, self._engine.num_waiting, self.is_ready())
+            self._metrics.publish(self._engine.num_running, self._engine.num_waiting, self.is_ready())
             await asyncio.sleep(POLL_SECONDS)
-
-
-class Call:
-    """One request in progress."""
-
-    def __init__(self, request: Any, arrived: float, backend: Any, metrics: TritonMetrics) -> None:
-        self._request = request
-        self._sender = request.get_response_sender()
-        self._backend = backend
-        self._metrics = metrics
-        self._arrived = arrived
-        self._stats = SpecDecodeStats()
-
-    async def answer(self, engine: AsyncLLM, places: Places) -> None:
-        """Send responses as rounds end. Raises the error that ends the request early; no final response is sent
-        then."""
-        parameters = json_object("the object of request parameters", self._request.parameters() or "{}")
-        parsed = parse_request(self._tensors(), parameters, engine.llm.speculative)
-        sequence = self._request.correlation_id()  # 0 and "" for none
-        client = parsed.client or (str(sequence) if sequence else NAMELESS)
-        with places.take(client):
-            async with aclosing(await self._queue(engine, parsed, client)) as stream:
-                await self._send_all(stream, parsed)
-
-    async def _queue(self, engine: AsyncLLM, parsed: TritonRequest, client: str) -> RequestStream:
-        """Queue the request, after its texts were read in the client's turn."""
-        seconds = parsed.deadline_s or self._request.timeout() / 1e6 or None  # gRPC's, microseconds or 0
-        prompt = await self._while_wanted(engine.encode(parsed.prompt, client), seconds)
-        prepared = await self._while_wanted(engine.prepare(parsed.params, client), seconds)
-        return engine.generate(
-            prompt,
-            parsed.params,
-            speculative=parsed.speculative,
-            deadline_s=seconds,
-            arrived=self._arrived,
-            client=client,
-            cache_salt=parsed.cache_salt,
-            prepared=prepared,
-        )
-
-    async def _send_all(self, stream: RequestStream, parsed: TritonRequest) -> None:
-        """Send the responses of a queued request."""
-        self._metrics.record_start(stream.num_prompt_tokens)
-        writer = ResponseWriter(parsed, stream.num_prompt_tokens)
-        last, finish_reason = self._arrived, None
-        while finish_reason is None:
-            chunk = await self._while_wanted(anext(stream))
-            now, self._stats, finish_reason = monotonic(), chunk.stats, chunk.finish_reason
-            self._metrics.record_round(len(chunk.token_ids), now - last, first=last == self._arrived)
-            last = now
-            tensors = writer.write(chunk)
-            if tensors is not None:
-                self._send(tensors, final=finish_reason is not None)
-        self._metrics.record_end(finish_reason, monotonic() - self._arrived, self._stats)
-
-    async def _while_wanted(self, work: Awaitable[T], seconds: float | None = None) -> T:
-        """The result of `work`, which is given up if the client has disconnected (CancelledError), and when this many
-        seconds have passed since the request's arrival (DeadlineError)."""
-        pending = asyncio.ensure_future(work)
-        try:
-            while True:
-                await asyncio.wait((pending,), timeout=POLL_SECONDS)
-                if self._sender.is_cancelled():
-                    raise CancelledError("the client cancelled this request")
-                if pending.done():
-                    return pending.result()
-                if seconds is not None and monotonic() - self._arrived > seconds:
-                    raise DeadlineError(f"the prompt was not read within its deadline of {seconds:g} s")
-        finally:
-            if pending.cancel():  # it had not ended
-                await asyncio.gather(pending, return_exceptions=True)
-
-    def fail(self, error: Exception) -> None:
-        """Send an error as the final response."""
-        code, reason = classify(error)
-        self._metrics.record_end(reason, monotonic() - self._arrived, self._stats)
-        if reason == "error":
-            self._backend.Logger.log_error(f"request {self._request.request_id()!r}: {error!r}")
-        described = self._backend.TritonError(str(error) or repr(error), getattr(self._backend.TritonError, code))
-        self._sender.send(self._backend.InferenceResponse(error=described), flags=self._final)
-
-    def _tensors(self) -> dict[str, NDArray[Any]]:
-        """The input tensors of the request, by name."""
-        found = {
-            spec.name: self._backend.get_input_tensor_by_name(self._request, spec.name)
-            for spec in (PROMPT, *OPTIONAL_INPUTS)
-        }
-        return {name: tensor.as_numpy() for name, tensor in found.items() if tensor is not None}
-
-    def _send(self, tensors: Mapping[str, NDArray[Any]], final: bool) -> None:
-        outputs = [self._backend.Tensor(name, tensor) for name, tensor in tensors.items()]
-        self._sender.send(self._backend.InferenceResponse(outputs), flags=self._final if final else 0)
-
-    @property
-    def _final(self) -> int:
-        return int(self._backend.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
-
-
-def classify(error: Exception) -> tuple[str, str]:
-    """The code of a TritonError, and the reason for TritonMetrics."""
-    if isinstance(error, CancelledError):
-        return "CANCELLED", "abort"
-    if isinstance(error, DeadlineError):
-        return "CANCELLED", "deadline"
-    if isinstance(error, (QueueFullError, ShutdownError, OutOfMemoryError, MemoryError)):
-        return "UNAVAILABLE", "refused"
-    return ("INVALID_ARG", "refused") if isinstance(error, (RequestError, ConfigError)) else ("INTERNAL", "error")

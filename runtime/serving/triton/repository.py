@@ -171,5 +171,5 @@ def readme(bundle: Path, folder: Path, settings: ModelSettings, placement: Place
         options=f"--disable-auto-complete-config --model-control-mode=explicit --load-model={folder.name}",
         docker_gpus=f""" --gpus '"device={devices}"'""" if placement.gpus else "",
         docker_bundle="" if copied else f" -v {shell_word(f'{bundle}:{bundle}:ro')}",
-        extra="gpu,structured" if settings.provider == "cuda" else "cpu,structured",
+        extra="gpu,serve,structured" if settings.provider == "cuda" else "cpu,serve,structured",
     )

@@ -12,7 +12,7 @@ from draftwood.models.bindings import DRAFT
 from draftwood.models.errors import ConfigError
 from draftwood.runtime.bundle.bundle import EngineBundle
 from draftwood.runtime.bundle.fit import fitted
-from draftwood.runtime.serving.triton.contract import changed, changed_from
+from draftwood.runtime.serving.triton.contract import changed
 from draftwood.runtime.speculation.config import SpeculativeConfig
 
 
@@ -61,7 +61,7 @@ def test_the_draft_has_room_for_every_row_that_a_proposal_can_score_and_no_more(
 def test_a_number_that_somebody_wrote_is_refused_also_where_it_is_the_default(
     small: EngineBundle, written: SpeculativeConfig
 ) -> None:
-    for config in (written, changed_from(json.loads(json.dumps(changed(written))))):
+    for config in (written, SpeculativeConfig(**json.loads(json.dumps(changed(written))))):
         assert config is not None
         with pytest.raises(ConfigError, match="do not fit the target's widest pass of 4 rows"):
             fitted(config, small)

@@ -18,8 +18,8 @@ from draftwood.models.errors import RequestError
 from draftwood.runtime import LLM, AsyncLLM, SamplingParams, SpeculativeConfig
 from draftwood.runtime.bundle.bundle import EngineBundle
 from draftwood.runtime.engines.backends import BACKENDS
-from draftwood.runtime.serving.openai.completion_body import CompletionBody
-from draftwood.runtime.serving.openai.protocol import MAX_SALT
+from draftwood.runtime.serving.body import MAX_SALT
+from draftwood.runtime.serving.openai.bodies import CompletionBody
 from draftwood.runtime.serving.triton.request import parse_request
 from tests.runtime.engines.test_prefix import VOCAB, churn, read, shared_pool, text_of
 from tests.runtime.requests.test_async_prefix import remembering_engine
@@ -119,7 +119,7 @@ def test_a_salt_is_a_text_of_some_length(salt: object) -> None:
 
 def test_triton_takes_it_as_a_parameter() -> None:
     tensors = {"text_input": np.array([[b"x"]], np.object_)}
-    assert parse_request(tensors, {"cache_salt": "a"}, None).cache_salt == "a"
+    assert parse_request(tensors, {"cache_salt": "a"}, None).body.cache_salt == "a"
     content = {"sampling_parameters": np.array([[json.dumps({"cache_salt": "b"}).encode()]], np.object_)}
-    assert parse_request(tensors | content, {}, None).cache_salt == "b"
-    assert parse_request(tensors, {}, None).cache_salt is None
+    assert parse_request(tensors | content, {}, None).body.cache_salt == "b"
+    assert parse_request(tensors, {}, None).body.cache_salt is None

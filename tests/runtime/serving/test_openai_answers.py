@@ -23,12 +23,11 @@ from draftwood.runtime.sampling.params import SamplingParams
 from draftwood.runtime.serving.http.errors import invalid
 from draftwood.runtime.serving.json_text import AT_A_TIME, pieces
 from draftwood.runtime.serving.openai.answers import MOST_LOGPROBS, Answer, check_log_probabilities
-from draftwood.runtime.serving.openai.app import OpenAIApi, collected
-from draftwood.runtime.serving.openai.chat_body import MAX_PARTS, ChatBody
-from draftwood.runtime.serving.openai.completion_body import MAX_PROMPTS, CompletionBody
+from draftwood.runtime.serving.openai.api import Asked, OpenAIApi, collected
+from draftwood.runtime.serving.openai.bodies import MAX_PARTS, MAX_PROMPTS, ChatBody, CompletionBody, TokenizeBody
 from draftwood.runtime.serving.openai.formats import AnswerFormat, ChatFormat, CompletionFormat
-from draftwood.runtime.serving.openai.streams import Numbered, TimeLimit
-from draftwood.runtime.serving.openai.tokens import TokenizeBody
+from draftwood.runtime.serving.openai.streams import Numbered
+from draftwood.runtime.serving.waiting import TimeLimit
 from draftwood.runtime.text.token_texts import TokenTexts
 from draftwood.runtime.text.writer import StreamChunk
 
@@ -203,10 +202,10 @@ def test_choices_are_queued_in_turns_and_all_or_none(places: int) -> None:
 
     async def submit() -> tuple[int, bool]:
         api = object.__new__(OpenAIApi)
-        api._async_llm = cast(Any, Queue())
+        api.async_llm = cast(Any, Queue())
         body, params = CompletionBody.model_validate({"prompt": "x", "n": 5}), SamplingParams()
-        asked = (body, "client", TimeLimit(None), [[1]], None, params, Prepared(None, []))
-        submitting, turns = asyncio.create_task(api._submit(*asked)), 0
+        asked = Asked(TimeLimit(None), [[1]], [None], None, params, Prepared(None, []), SHAPES[0])
+        submitting, turns = asyncio.create_task(api._submit_all(body, "client", asked)), 0
         while not submitting.done():
             await asyncio.sleep(0)
             turns += 1

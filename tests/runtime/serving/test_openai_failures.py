@@ -41,17 +41,6 @@ def llm(tiny_bundle: Path) -> Iterator[LLM]:
         yield llm
 
 
-def break_after(llm: LLM, passes: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    forward, left = llm.target.score, iter(range(passes))
-
-    def breaking(*arguments: Any) -> Any:
-        if next(left, None) is None:
-            raise ZeroDivisionError("an address in memory")
-        return forward(*arguments)
-
-    monkeypatch.setattr(llm.target, "score", breaking)
-
-
 async def post(
     llm: LLM, body: dict[str, Any], request_seconds: float | None = None, path: str = "/v1/completions"
 ) -> tuple[int, str]:
@@ -105,25 +94,26 @@ def test_a_kept_grammar_is_tried_beside_the_event_loop(llm: LLM, monkeypatch: py
     assert prepared.grammar is kept and tried == [(form, False)]
 
 
-@pytest.mark.parametrize("stream", [False, True])
-def test_a_request_that_breaks_at_once_is_a_500_without_details(
-    llm: LLM, monkeypatch: pytest.MonkeyPatch, stream: bool
+@pytest.mark.parametrize(("stream", "passes"), [(False, 0), (True, 0), (True, 6)])
+def test_what_breaks_is_an_error_without_details(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, stream: bool, passes: int
 ) -> None:
-    break_after(llm, 0, monkeypatch)
-    status, text = asyncio.run(post(llm, {**BODY, "stream": stream}))
-    assert status == 500 and json.loads(text)["error"]["type"] == "server_error" and "memory" not in text
+    """A 500, or the last event of a stream that has begun."""
+    forward, left = llm.target.score, iter(range(passes))
 
+    def breaking(*arguments: Any) -> Any:
+        if next(left, None) is None:
+            raise ZeroDivisionError("an address in memory")
+        return forward(*arguments)
 
-def test_a_stream_that_breaks_ends_with_an_error_event(
-    llm: LLM, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    break_after(llm, 6, monkeypatch)
+    monkeypatch.setattr(llm.target, "score", breaking)
     with caplog.at_level(logging.ERROR):
-        status, text = asyncio.run(post(llm, {**BODY, "stream": True}))
-    *chunks, error, done = [line.removeprefix("data: ") for line in text.splitlines() if line]
-    assert status == 200 and done == "[DONE]" and chunks
-    assert json.loads(error)["error"]["type"] == "server_error" and "memory" not in text
-    assert "an address in memory" in caplog.text
+        status, text = asyncio.run(post(llm, {**BODY, "stream": stream}))
+    if passes:
+        *chunks, text, done = [line.removeprefix("data: ") for line in text.splitlines() if line]
+        assert done == "[DONE]" and chunks
+    assert status == (200 if passes else 500) and json.loads(text)["error"]["type"] == "server_error"
+    assert "memory" not in text and (not passes or "an address in memory" in caplog.text)
 
 
 def test_choices_and_prompts_of_one_request_are_one_call(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -146,26 +136,6 @@ def test_a_request_that_leaves_no_token_is_the_clients_mistake(llm: LLM) -> None
     body = {**BODY, "min_tokens": 5, "stop_token_ids": list(range(vocab_size))}
     status, text = asyncio.run(post(llm, body))
     assert status == 400 and "no token is left" in text
-
-
-def test_when_the_engine_breaks_everybody_learns_it_and_so_does_health(
-    llm: LLM, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A mistake outside of any request's round; three requests are in hand."""
-
-    async def broken() -> None:
-        with AsyncLLM(llm, max_running=2) as async_llm:
-            monkeypatch.setattr(async_llm.metrics, "record_round", lambda *_: 1 / 0)
-            transport = httpx.ASGITransport(create_app(async_llm, "m", Limits(10000, 4)), raise_app_exceptions=False)
-            async with httpx.AsyncClient(transport=transport, base_url="http://server") as client:
-                answers = await asyncio.gather(*(client.post("/v1/completions", json=BODY) for _ in range(3)))
-                assert answers[0].status_code == 500 and "division" not in answers[0].text
-                assert {answer.status_code for answer in answers} <= {500, 503}  # 503: it came too late
-                assert (await client.post("/v1/completions", json=BODY)).status_code == 503
-                for path in ("/health", "/health/ready"):
-                    assert (await client.get(path)).status_code == 503
-
-    asyncio.run(broken())
 
 
 def test_bad_words_are_tokenized_once_for_all_choices_beside_the_event_loop(

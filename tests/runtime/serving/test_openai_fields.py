@@ -4,23 +4,17 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 from api_fields import ANYTHING, OLDER, ONE_OR_THE_OTHER, OWN, USER, VALUES, VLLM, WITH
 from bundling import ROOT
-from serving import served, with_chat_template
 
 pytest.importorskip("fastapi", reason="needs the [serve] extra")
 pytest.importorskip("llguidance", reason="needs the [structured] extra")
-httpx = pytest.importorskip("httpx", reason="needs httpx")
 openai = pytest.importorskip("openai", reason="needs the openai package")
 
-from draftwood.runtime.serving.openai.chat_body import ChatBody  # noqa: E402 - only where pydantic is installed
-from draftwood.runtime.serving.openai.completion_body import CompletionBody  # noqa: E402
-from draftwood.runtime.serving.openai.protocol import IGNORED  # noqa: E402
+from draftwood.runtime.serving.openai.bodies import IGNORED, ChatBody, CompletionBody  # noqa: E402 - after the skips
 
 WORKS, NO_EFFECT, REFUSED = "works", "no effect", "refused"
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
@@ -36,13 +30,6 @@ def table() -> Table:
     names = [name for name, *_ in rows]
     assert names == sorted(set(names))
     return {name: (chat, completion, note) for name, chat, completion, note in rows}
-
-
-@pytest.fixture(scope="module")
-def client(tiny_bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    bundle = with_chat_template(tiny_bundle, tmp_path_factory.mktemp("fields"))
-    with served(bundle) as running, httpx.Client(base_url=running.root, timeout=30) as client:
-        yield client
 
 
 def openai_fields() -> set[str]:
@@ -61,7 +48,7 @@ def test_the_table_has_every_field(table: Table) -> None:
 
 
 @pytest.mark.parametrize("path", BODIES)
-def test_each_field_is_what_the_table_says(client: Any, table: Table, path: str) -> None:
+def test_each_field_is_what_the_table_says(http: Any, table: Table, path: str) -> None:
     wrong = {}
     for name, row in table.items():
         companions = {other: value for other, value in WITH.get(name, {}).items() if other in FIELDS[path]}
@@ -69,7 +56,7 @@ def test_each_field_is_what_the_table_says(client: Any, table: Table, path: str)
         body.pop(ONE_OR_THE_OTHER.get(name, ""), None)
         if path == COMPLETIONS:  # two fields have other values there
             body[name] = {"logprobs": 1, "add_special_tokens": False}.get(name, body[name])
-        answer = client.post(path, json=body)
+        answer = http.post(path, json=body)
         if answer.status_code == 200:
             found = WORKS if name in FIELDS[path] else NO_EFFECT
         else:
@@ -88,21 +75,21 @@ def test_what_has_no_effect_says_why(table: Table) -> None:
 
 
 @pytest.mark.parametrize("path", BODIES)
-def test_fields_without_effect_change_nothing(client: Any, table: Table, path: str) -> None:
+def test_fields_without_effect_change_nothing(http: Any, table: Table, path: str) -> None:
     asked = {**BODIES[path], "max_tokens": 12, "temperature": 0, "ignore_eos": True}
-    plain = client.post(path, json=asked).json()["choices"]
+    plain = http.post(path, json=asked).json()["choices"]
     everything = {name: VALUES[name] for name, row in table.items() if NO_EFFECT in row[:2]}
-    assert client.post(path, json={**asked, **everything}).json()["choices"] == plain
+    assert http.post(path, json={**asked, **everything}).json()["choices"] == plain
 
 
 @pytest.mark.parametrize("path", BODIES)
-def test_neutral_values_of_refused_fields_are_accepted(client: Any, table: Table, path: str) -> None:
+def test_neutral_values_of_refused_fields_are_accepted(http: Any, table: Table, path: str) -> None:
     """The table names them in its notes."""
     body = ChatBody if path == CHAT else CompletionBody
     neutral = {name: values for name, values in body.neutral.items() if name not in body.model_fields}
     for name, values in neutral.items():
         assert table[name][path == COMPLETIONS] in (REFUSED, NO_EFFECT)
         for value in values:
-            answer = client.post(path, json={**BODIES[path], "max_tokens": 1, name: value})
+            answer = http.post(path, json={**BODIES[path], "max_tokens": 1, name: value})
             assert answer.status_code == 200, (name, answer.text)
             assert f"`{json.dumps(value)}`" in table[name][2] or NO_EFFECT in table[name][:2], name

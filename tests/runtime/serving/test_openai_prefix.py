@@ -89,11 +89,3 @@ def test_a_user_with_one_request_does_not_wait_for_anothers_twenty(llm: LLM, nam
 
     run(llm, work, crowd=21, max_running=1)
     assert ended.index("b") <= 5, ended
-
-
-def test_a_user_is_a_text(llm: LLM) -> None:
-    async def work(client: Any) -> tuple[int, str]:
-        answer = await client.post("/v1/completions", json=BODY | {"user": 5})
-        return answer.status_code, answer.json()["error"]["param"]
-
-    assert run(llm, work) == (400, "user")

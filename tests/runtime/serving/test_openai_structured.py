@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any, Literal
 
 import pytest
 from pydantic import BaseModel, Field
-from serving import Served, served, with_chat_template
 
 pytest.importorskip("fastapi", reason="needs the [serve] extra")
 pytest.importorskip("llguidance", reason="needs the [structured] extra")
@@ -30,19 +27,6 @@ class Size(BaseModel):
 class Order(BaseModel):
     name: str = Field(max_length=5)
     sizes: list[Size] = Field(min_length=1, max_length=2)
-
-
-@pytest.fixture(scope="module")
-def server(tiny_bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    bundle = with_chat_template(tiny_bundle, tmp_path_factory.mktemp("served"))
-    with served(bundle, "--speculative", "budget=fixed") as running:
-        yield running
-
-
-@pytest.fixture(scope="module")
-def client(server: Served) -> Iterator[Any]:
-    with openai.OpenAI(base_url=server.url, api_key="none", max_retries=0, timeout=60) as client:
-        yield client
 
 
 @pytest.mark.parametrize("speculative", [False, {"grow": "dyspec"}, {"grow": "topk", "merge": "gsd"}])
@@ -125,37 +109,6 @@ def test_a_stop_string_ends_a_text_before_its_form_is_complete(client: Any) -> N
     fields = {"structured_outputs": {"regex": "ab{5}c"}}
     answer = client.completions.create(model="tiny", prompt="x", max_tokens=50, stop="bb", extra_body=fields)
     assert (answer.choices[0].text, answer.choices[0].finish_reason) == ("a", "stop")
-
-
-REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "another type": ({"response_format": {"type": "xml"}}, "response_format"),
-    "a schema without a type": ({"response_format": {"json_schema": {"name": "x", "schema": {}}}}, "type"),
-    "a type without a schema": ({"response_format": {"type": "json_schema"}}, "needs json_schema"),
-    "a schema too many": (
-        {"response_format": {"type": "json_object", "json_schema": {"name": "x", "schema": {}}}},
-        "needs json_schema",
-    ),
-    "an unknown field": ({"structured_outputs": {"regex": "a", "whitespace_pattern": " "}}, "whitespace_pattern"),
-    "no form": ({"structured_outputs": {}}, "exactly one"),
-    "two forms": ({"structured_outputs": {"regex": "a", "choice": ["a"]}}, "exactly one"),
-    "two fields": ({"structured_outputs": {"regex": "a"}, "guided_json": {}}, "two forms"),
-    "a wrong type": ({"structured_outputs": {"choice": "yes"}}, "choice"),
-    "a large form": ({"structured_outputs": {"regex": "a" * 70000}}, "shorten it"),
-    "half a regex": ({"structured_outputs": {"regex": "(a"}}, "unclosed group"),
-    "a remote reference": ({"guided_json": {"$ref": "https://example.org/x"}}, "not present"),
-    "an unsupported keyword": ({"guided_json": {"not": {}}}, "not: this keyword"),
-    "an end inside the text": ({"guided_grammar": 'start: "a" <[2]> "b"'}, "demands the token 2"),
-    "an end and no text": ({"guided_grammar": "start: <[2]>"}, "demands the token 2"),
-    "no end": ({"structured_outputs": {"regex": "a"}, "ignore_eos": True}, "ignore_eos"),
-    "another backend": ({"guided_decoding_backend": "xgrammar", "guided_regex": "a"}, "guided_decoding_backend"),
-}
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_wrong_forms_are_refused_with_the_reason(client: Any, name: str) -> None:
-    fields, reason = REFUSED[name]
-    with pytest.raises(openai.BadRequestError, match=re.escape(reason)):
-        client.completions.create(model="tiny", prompt="x", max_tokens=5, extra_body=fields)
 
 
 def test_a_form_that_takes_too_long_disturbs_nobody(client: Any) -> None:

@@ -5,14 +5,13 @@ from __future__ import annotations
 import base64
 import json
 import re
-from collections.abc import Iterator
 from hashlib import sha256
 from html import unescape
 from pathlib import Path
 from typing import Any
 
 import pytest
-from serving import Served, served, with_chat_template
+from serving import served
 
 pytest.importorskip("fastapi", reason="needs the [serve] extra")
 httpx = pytest.importorskip("httpx", reason="needs httpx")
@@ -21,23 +20,9 @@ ASKED = {"prompt": "hello", "max_tokens": 24, "temperature": 1, "seed": 5, "igno
 EXPLAINED = "/v1/completions/explain"
 
 
-@pytest.fixture(scope="module")
-def server(tiny_bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    with served(
-        with_chat_template(tiny_bundle, tmp_path_factory.mktemp("pages")), "--speculative=budget=fixed"
-    ) as running:
-        yield running
-
-
-@pytest.fixture(scope="module")
-def client(server: Served) -> Iterator[Any]:
-    with httpx.Client(base_url=server.root, timeout=60) as client:
-        yield client
-
-
 @pytest.mark.parametrize("path", ["/", "/docs"])
-def test_a_page_loads_nothing_and_allows_only_its_own_script_and_style(client: Any, path: str) -> None:
-    answer = client.get(path)
+def test_a_page_loads_nothing_and_allows_only_its_own_script_and_style(http: Any, path: str) -> None:
+    answer = http.get(path)
     assert answer.status_code == 200 and answer.headers["content-type"] == "text/html; charset=utf-8"
     policy = dict(part.strip().split(" ", 1) for part in answer.headers["content-security-policy"].split(";"))
     assert policy["default-src"] == policy["frame-ancestors"] == policy["base-uri"] == "'none'"
@@ -51,8 +36,8 @@ def test_a_page_loads_nothing_and_allows_only_its_own_script_and_style(client: A
     )
 
 
-def test_the_reference_has_every_route_and_field(client: Any) -> None:
-    document, page = client.get("/openapi.json").json(), unescape(client.get("/docs").text)
+def test_the_reference_has_every_route_and_field(http: Any) -> None:
+    document, page = http.get("/openapi.json").json(), unescape(http.get("/docs").text)
     for path, operations in document["paths"].items():
         for method in operations:
             assert f'<h2><b>{method.upper()}</b> <span class="path">{path}</span></h2>' in page
@@ -71,10 +56,10 @@ def test_both_pages_can_be_turned_off(tiny_bundle: Path) -> None:
         assert client.post("/v1/completions", json=ASKED).status_code == 200
 
 
-def test_pieces_are_the_text_and_tell_who_wrote_it(client: Any) -> None:
+def test_pieces_are_the_text_and_tell_who_wrote_it(http: Any) -> None:
     options = {"include_pieces": True, "include_usage": True}
     body = ASKED | {"prompt": ["hello", "there"], "n": 2, "stream": True, "stream_options": options}
-    lines = client.post("/v1/completions", json=body).text.splitlines()
+    lines = http.post("/v1/completions", json=body).text.splitlines()
     events = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
     drafted = 0
     for choice in (choice for event in events for choice in event["choices"]):
@@ -82,40 +67,22 @@ def test_pieces_are_the_text_and_tell_who_wrote_it(client: Any) -> None:
         drafted += sum(piece["drafted"] for piece in choice["pieces"])
     assert 0 < drafted <= events[-1]["usage"]["completion_tokens_details"]["accepted_prediction_tokens"]
     plain = body | {"stream_options": {"include_usage": True}}
-    assert '"pieces"' not in client.post("/v1/completions", json=plain).text
-    assert client.post("/v1/completions", json=ASKED | {"stream_options": options}).status_code == 400
+    assert '"pieces"' not in http.post("/v1/completions", json=plain).text
+    assert http.post("/v1/completions", json=ASKED | {"stream_options": options}).status_code == 400
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
-def test_an_explanation_is_of_the_text_with_this_seed(client: Any, path: str) -> None:
+def test_an_explanation_is_of_the_text_with_this_seed(http: Any, path: str) -> None:
     chat = "chat" in path
     body: dict[str, Any] = dict(ASKED)
     if chat:
         body["messages"] = [{"role": "user", "content": body.pop("prompt")}]
-    (choice,) = client.post(path, json=body | {"logprobs": True if chat else 0}).json()["choices"]
+    (choice,) = http.post(path, json=body | {"logprobs": True if chat else 0}).json()["choices"]
     logprobs = choice["logprobs"]
     tokens = [item["token"] for item in logprobs["content"]] if chat else logprobs["tokens"]
-    answer = client.post(f"{path}/explain", json=body)
+    answer = http.post(f"{path}/explain", json=body)
     assert answer.status_code == 200 and "script-src 'none'" in answer.headers["content-security-policy"]
     (shown,) = re.findall(r'<p class="text"><span class="prompt">(.*?)</span>(.*?)</p>', answer.text, re.DOTALL)
     written = unescape("".join(re.findall(r"<a [^>]*>(.*?)</a>", shown[1], re.DOTALL)))
     assert "hello" in unescape(shown[0]) and written == "".join(tokens) and len(tokens) == 24
     assert len(re.findall(r"<details", answer.text)) == len(re.findall(r'<svg class="graph"', answer.text)) > 0
-
-
-@pytest.mark.parametrize(
-    ("field", "named"),
-    [
-        ({"max_tokens": 513}, "an explanation has at least one and at most 512 tokens"),
-        ({"max_tokens": 0, "echo": True}, "an explanation has at least one"),
-        ({"best_of": 2}, "one page about one text"),
-        ({"n": 2}, "one page about one text"),
-        ({"stream": True}, "one page about one text"),
-        ({"prompt": ["a", "b"]}, "one prompt"),
-        ({"temperature": -1}, "temperature"),
-    ],
-)
-def test_what_cannot_be_explained_is_refused(client: Any, field: dict[str, Any], named: str) -> None:
-    answer = client.post(EXPLAINED, json=ASKED | field)
-    assert answer.status_code == 400 and named in answer.json()["error"]["message"]
-    assert client.post(EXPLAINED, json=ASKED | {"model": "other"}).status_code == 404

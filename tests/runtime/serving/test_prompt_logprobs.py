@@ -4,12 +4,11 @@ very requests that lm-eval's `local-completions` sends."""
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from serving import served, with_chat_template
+from serving import served
 
 from draftwood.runtime import LLM, SamplingParams
 
@@ -18,23 +17,6 @@ httpx = pytest.importorskip("httpx", reason="needs httpx")
 
 TEXT = "The cat sat on the mat, naïve as it was; then it slept for 30 hours."
 MESSAGES = [{"role": "user", "content": "hello"}]
-
-
-@pytest.fixture(scope="module")
-def bundle(tiny_bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return with_chat_template(tiny_bundle, tmp_path_factory.mktemp("prompts"))
-
-
-@pytest.fixture(scope="module")
-def llm(bundle: Path) -> Iterator[LLM]:
-    with LLM(bundle) as llm:
-        yield llm
-
-
-@pytest.fixture(scope="module")
-def client(bundle: Path) -> Iterator[Any]:
-    with served(bundle) as running, httpx.Client(base_url=running.root, timeout=30) as client:
-        yield client
 
 
 @pytest.fixture(scope="module")
@@ -53,10 +35,10 @@ def reference(tiny_pair: Path) -> Any:
 
 
 @pytest.mark.parametrize("tokens", [1, 2, 3, 40, 200])
-def test_a_prompts_tokens_have_the_models_log_probabilities(llm: LLM, reference: Any, tokens: int) -> None:
+def test_a_prompts_tokens_have_the_models_log_probabilities(served_llm: LLM, reference: Any, tokens: int) -> None:
     """Shorter than a pass, and several passes long."""
-    prompt = (llm.encode(TEXT) * 4)[:tokens]
-    (output,) = llm.generate(prompt, SamplingParams(max_tokens=3, temperature=0, prompt_logprobs=4))
+    prompt = (served_llm.encode(TEXT) * 4)[:tokens]
+    (output,) = served_llm.generate(prompt, SamplingParams(max_tokens=3, temperature=0, prompt_logprobs=4))
     found = output.prompt_logprobs
     expected = reference(prompt)
     assert found is not None and len(found) == tokens and found[0] is None
@@ -69,10 +51,10 @@ def test_a_prompts_tokens_have_the_models_log_probabilities(llm: LLM, reference:
         assert [rank for rank, _, _ in best] == [1, 2, 3, 4] and best == sorted(best, key=lambda each: each[1])
 
 
-def test_asking_for_them_changes_no_token(llm: LLM) -> None:
+def test_asking_for_them_changes_no_token(served_llm: LLM) -> None:
     for settings in ({"temperature": 0}, {"seed": 5}):
-        (plain,) = llm.generate(TEXT, SamplingParams(max_tokens=20, ignore_eos=True, **settings))  # type: ignore[arg-type]
-        (asked,) = llm.generate(
+        (plain,) = served_llm.generate(TEXT, SamplingParams(max_tokens=20, ignore_eos=True, **settings))  # type: ignore[arg-type]
+        (asked,) = served_llm.generate(
             TEXT,
             SamplingParams(max_tokens=20, ignore_eos=True, prompt_logprobs=0, **settings),  # type: ignore[arg-type]
         )
@@ -80,15 +62,15 @@ def test_asking_for_them_changes_no_token(llm: LLM) -> None:
         json.dumps(asked.to_dict(), allow_nan=False)
 
 
-def test_a_prompt_alone_can_be_read(llm: LLM) -> None:
-    alone = llm.generate([TEXT, TEXT[:20]], SamplingParams(max_tokens=0, prompt_logprobs=1))
+def test_a_prompt_alone_can_be_read(served_llm: LLM) -> None:
+    alone = served_llm.generate([TEXT, TEXT[:20]], SamplingParams(max_tokens=0, prompt_logprobs=1))
     for result in alone:
         assert (result.text, result.token_ids, result.finish_reason) == ("", [], "length")
         assert result.prompt_logprobs is not None and len(result.prompt_logprobs) == len(result.prompt_token_ids)
         assert result.stats.num_drafts == result.stats.target_passes == 0
 
 
-def likelihood(client: Any, contexts: list[list[int]], continuations: list[list[int]]) -> list[tuple[float, bool]]:
+def likelihood(http: Any, contexts: list[list[int]], continuations: list[list[int]]) -> list[tuple[float, bool]]:
     """As lm-eval 0.4 asks a completions API for the likelihood of continuations, and reads its answer."""
     body = {
         "model": "tiny",
@@ -99,7 +81,7 @@ def likelihood(client: Any, contexts: list[list[int]], continuations: list[list[
         "seed": 1234,
         "echo": True,
     }
-    answer = client.post("/v1/completions", json=body)
+    answer = http.post("/v1/completions", json=body)
     assert answer.status_code == 200, answer.text
     found = []
     choices = sorted(answer.json()["choices"], key=lambda choice: choice["index"])
@@ -111,12 +93,14 @@ def likelihood(client: Any, contexts: list[list[int]], continuations: list[list[
     return found
 
 
-def test_lm_eval_gets_the_likelihoods_of_the_hugging_face_model(client: Any, llm: LLM, reference: Any) -> None:
-    context = llm.encode("Question: what does the cat do? Answer:")
-    endings = [llm.tokenizer.encode(text, False) for text in (" it sleeps", " it barks", " 30 hours", " naïve 🙂")]
+def test_lm_eval_gets_the_likelihoods_of_the_hugging_face_model(http: Any, served_llm: LLM, reference: Any) -> None:
+    context = served_llm.encode("Question: what does the cat do? Answer:")
+    endings = [
+        served_llm.tokenizer.encode(text, False) for text in (" it sleeps", " it barks", " 30 hours", " naïve 🙂")
+    ]
     best = reference(context)[-1].argmax().item()
     endings.append([best, reference([*context, best])[-1].argmax().item()])
-    found = likelihood(client, [context] * len(endings), endings)
+    found = likelihood(http, [context] * len(endings), endings)
     for (total, greedy), ending in zip(found, endings, strict=True):
         rows = reference([*context, *ending])[len(context) - 1 : -1]
         assert total == pytest.approx(sum(float(rows[i, token]) for i, token in enumerate(ending)), abs=1e-3)
@@ -124,11 +108,11 @@ def test_lm_eval_gets_the_likelihoods_of_the_hugging_face_model(client: Any, llm
     assert [greedy for _, greedy in found] == [False] * 4 + [True]
 
 
-def test_an_echo_has_the_log_probabilities_of_prompt_and_output(client: Any, llm: LLM) -> None:
+def test_an_echo_has_the_log_probabilities_of_prompt_and_output(http: Any, served_llm: LLM) -> None:
     text = TEXT.replace("ï", "i")
     body = {"prompt": text, "max_tokens": 5, "temperature": 0, "logprobs": 2, "echo": True, "ignore_eos": True, "n": 2}
-    prompt = llm.encode(text)
-    answer = client.post("/v1/completions", json=body).json()
+    prompt = served_llm.encode(text)
+    answer = http.post("/v1/completions", json=body).json()
     for choice in answer["choices"]:
         written = choice["logprobs"]
         assert choice["text"].startswith(text) and "".join(written["tokens"][: len(prompt)]) == "<s>" + text
@@ -139,7 +123,7 @@ def test_an_echo_has_the_log_probabilities_of_prompt_and_output(client: Any, llm
             sum(map(len, written["tokens"][1:index])) for index in range(len(prompt) + 1)
         ]  # <s> is not in the text
         assert written["text_offset"][: len(starts)] == starts and starts[-1] == len(text)
-    streamed = client.post("/v1/completions", json={**body, "stream": True}).text.splitlines()
+    streamed = http.post("/v1/completions", json={**body, "stream": True}).text.splitlines()
     parts = [json.loads(line.removeprefix("data: "))["choices"][0] for line in streamed if line.startswith("data: {")]
     first = [part for part in parts if part["index"] == 0]
     assert "".join(part["text"] for part in first) == answer["choices"][0]["text"]
@@ -149,23 +133,23 @@ def test_an_echo_has_the_log_probabilities_of_prompt_and_output(client: Any, llm
 
 
 @pytest.mark.parametrize("logprobs", [None, 0, 3])
-def test_a_prompt_alone_is_echoed(client: Any, llm: LLM, logprobs: int | None) -> None:
-    prompts = [llm.encode(TEXT), [1, 70, 71]]
+def test_a_prompt_alone_is_echoed(http: Any, served_llm: LLM, logprobs: int | None) -> None:
+    prompts = [served_llm.encode(TEXT), [1, 70, 71]]
     body = {"prompt": prompts, "max_tokens": 0, "logprobs": logprobs, "echo": True}
-    answer = client.post("/v1/completions", json=body).json()
-    assert [choice["text"] for choice in answer["choices"]] == list(map(llm.tokenizer.decode, prompts))
+    answer = http.post("/v1/completions", json=body).json()
+    assert [choice["text"] for choice in answer["choices"]] == list(map(served_llm.tokenizer.decode, prompts))
     assert answer["usage"]["completion_tokens"] == 0
     for choice, prompt in zip(answer["choices"], prompts, strict=True):
         assert choice["finish_reason"] == "length"
         assert (choice["logprobs"] is None) == (logprobs is None)
         assert logprobs is None or len(choice["logprobs"]["tokens"]) == len(prompt)
     del body["echo"]
-    assert client.post("/v1/completions", json=body).json()["choices"][0]["text"] == ""
+    assert http.post("/v1/completions", json=body).json()["choices"][0]["text"] == ""
 
 
-def test_vllms_prompt_logprobs(client: Any, llm: LLM, reference: Any) -> None:
-    prompt = llm.encode(TEXT)
-    answer = client.post("/v1/completions", json={"prompt": prompt, "max_tokens": 2, "prompt_logprobs": 3}).json()
+def test_vllms_prompt_logprobs(http: Any, served_llm: LLM, reference: Any) -> None:
+    prompt = served_llm.encode(TEXT)
+    answer = http.post("/v1/completions", json={"prompt": prompt, "max_tokens": 2, "prompt_logprobs": 3}).json()
     expected = reference(prompt)
     found = answer["choices"][0]["prompt_logprobs"]
     assert len(found) == len(prompt) and found[0] is None
@@ -176,30 +160,14 @@ def test_vllms_prompt_logprobs(client: Any, llm: LLM, reference: Any) -> None:
         assert [ranks[rank] for rank in (1, 2, 3)] == expected[position - 1].topk(3).indices.tolist()
         assert own["rank"] in (None, 1, 2, 3) and len(entries) == (4 if own["rank"] is None else 3)
     chat = {"messages": MESSAGES, "max_tokens": 2, "prompt_logprobs": 0}
-    answer = client.post("/v1/chat/completions", json=chat).json()
-    assert len(answer["prompt_logprobs"]) == answer["usage"]["prompt_tokens"] == len(llm.encode_chat(MESSAGES))
-    assert "prompt_logprobs" not in client.post("/v1/completions", json={"prompt": "x", "max_tokens": 1}).json()
+    answer = http.post("/v1/chat/completions", json=chat).json()
+    assert len(answer["prompt_logprobs"]) == answer["usage"]["prompt_tokens"] == len(served_llm.encode_chat(MESSAGES))
+    assert "prompt_logprobs" not in http.post("/v1/completions", json={"prompt": "x", "max_tokens": 1}).json()
 
 
-@pytest.mark.parametrize(
-    ("path", "body", "named"),
-    [
-        ("completions", {"prompt": "x", "stream": True, "prompt_logprobs": 1}, "prompt_logprobs cannot be streamed"),
-        ("completions", {"prompt": "x", "prompt_logprobs": -1}, "prompt_logprobs"),
-        ("completions", {"prompt": "x", "prompt_logprobs": 21}, "prompt_logprobs"),
-        ("completions", {"prompt": "x", "echo": True, "logprobs": 1, "prompt_logprobs": 2}, "prompt_logprobs"),
-        ("completions", {"prompt": "x", "max_tokens": -1}, "max_tokens"),
-        ("chat/completions", {"messages": MESSAGES, "max_tokens": 0}, "max_tokens"),
-    ],
-)
-def test_what_cannot_be_is_refused(client: Any, path: str, body: dict[str, Any], named: str) -> None:
-    answer = client.post(f"/v1/{path}", json=body)
-    assert answer.status_code == 400 and named in answer.json()["error"]["message"]
-
-
-def test_a_read_prompt_helps_the_next_one(bundle: Path) -> None:
+def test_a_read_prompt_helps_the_next_one(chat_bundle: Path) -> None:
     """Its rows are kept like any prompt's, but a prompt whose log-probabilities are asked for is read itself."""
-    with served(bundle) as running, httpx.Client(base_url=running.root, timeout=30) as client:
+    with served(chat_bundle) as running, httpx.Client(base_url=running.root, timeout=30) as client:
         body = {"prompt": TEXT * 3, "max_tokens": 2, "prompt_logprobs": 0}
         cached = []
         for changes in ({}, {}, {"prompt_logprobs": None}):

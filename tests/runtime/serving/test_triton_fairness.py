@@ -13,19 +13,15 @@ from serving import wait_for
 from draftwood.runtime import EngineError
 
 pytest.importorskip("pytriton", reason="nvidia-pytriton, the [triton] extra, is not installed")
-client_errors = pytest.importorskip("tritonclient.utils", reason="tritonclient, the [triton] extra, is not installed")
 pytest.importorskip("tritonclient.grpc", reason="tritonclient, the [triton] extra, is not installed")
 
-from triton_client import BEGUN, ENDLESS, FAULTS, OWN, SLOW, Call, ask, inputs, metric, post  # noqa: E402 - after the skips
+from triton_client import BEGUN, ENDLESS, FAULTS, OWN, SLOW, Call, ask, inputs, metric, post
 
-from draftwood.runtime.decoding.queue import max_client_places  # noqa: E402
-from draftwood.runtime.requests.async_llm import MAX_WAITING  # noqa: E402
-from draftwood.runtime.serving.triton.contract import ModelSettings  # noqa: E402
-from draftwood.runtime.serving.triton.repository import Placement, write_model  # noqa: E402
-from draftwood.runtime.serving.triton.server import Distribution, TritonServer  # noqa: E402
+from draftwood.runtime.serving.triton.contract import ModelSettings
+from draftwood.runtime.serving.triton.repository import Placement, write_model
+from draftwood.runtime.serving.triton.server import Distribution, TritonServer
 
 MODEL = "fair"
-Refused = client_errors.InferenceServerException
 Send = Callable[[TritonServer, str], object]  # by the prompt
 
 
@@ -82,61 +78,16 @@ def order(server: TritonServer, begun: Path, requests: list[tuple[str, Send]]) -
 
 
 @pytest.mark.parametrize(
-    ("many", "one"),
+    ("many", "one", "expected"),
     [
-        (streaming(client="many"), streaming(client="one")),
-        (streaming(client="many"), streaming(user="one")),
-        (streaming(), streaming(client="one")),
-        (streaming(sequence=7), streaming(sequence=8)),
-        (streaming(sequence="many"), streaming(sequence="one")),
-        (posting(client="many"), posting(user="one")),
+        (streaming(client="many"), streaming(user="one"), "mommm"),
+        (streaming(sequence="many"), streaming(sequence="one"), "mommm"),
+        (posting(client="many"), posting(user="one"), "mommm"),
+        (streaming(client="many", sequence=9), streaming(sequence=9), "mommm"),  # a name decides before a sequence
     ],
-    ids=["client", "user", "nameless", "sequence number", "sequence text", "HTTP"],
+    ids=["gRPC", "sequence", "HTTP", "both"],
 )
 def test_one_request_does_not_wait_for_all_of_anothers(
-    server: TritonServer, begun: Path, many: Send, one: Send
+    server: TritonServer, begun: Path, many: Send, one: Send, expected: str
 ) -> None:
-    assert order(server, begun, [*[("m", many)] * 4, ("o", one)]) == "mommm"
-
-
-def test_who_gives_no_name_shares_one(server: TritonServer, begun: Path) -> None:
-    assert order(server, begun, [*[("m", streaming())] * 3, ("o", streaming())]) == "mmmo"
-
-
-def test_a_name_decides_before_a_sequence_does(server: TritonServer, begun: Path) -> None:
-    many = [("m", streaming(client="many", sequence=number)) for number in (1, 2, 3)]
-    assert order(server, begun, [*many, ("o", streaming(sequence=9))]) == "momm"
-
-
-def test_nobody_fills_the_queue_alone(server: TritonServer) -> None:
-    """Those without a name are one client, too: it gets half of the places, and another still finds one."""
-    share = max_client_places(MAX_WAITING)
-    short = inputs("hello", max_tokens=1, seed=SLOW, end_id=-1)
-
-    def waiting() -> float:
-        return metric(server, "draftwood_requests_waiting", model=MODEL)
-
-    with ThreadPoolExecutor(share + 4) as threads:
-        with Call(server.grpc, MODEL, inputs("hello", max_tokens=900, stream=True, seed=ENDLESS, end_id=-1)) as longer:
-            longer.next()
-            many = [threads.submit(ask, server, MODEL, short) for _ in range(share + 3)]
-            wait_for(lambda: sum(each.done() for each in many) == 3 and waiting() == share)
-            other = threads.submit(ask, server, MODEL, short, client="other")
-            wait_for(lambda: waiting() == share + 1)
-        refused = [error for each in many if (error := each.exception())]
-        assert len(refused) == 3 and all("of this client are waiting" in str(error) for error in refused)
-        other.result()
-
-
-@pytest.mark.parametrize(
-    ("parameters", "named"),
-    [
-        ({"client": ""}, "client must be text that is not empty, not ''"),
-        ({"client": 7}, "client must be text that is not empty, not 7"),
-        ({"user": True}, "client must be text that is not empty, not True"),
-        ({"client": "a", "user": "b"}, "client is given twice"),
-    ],
-)
-def test_a_bad_name_is_refused(server: TritonServer, parameters: dict[str, Any], named: str) -> None:
-    with pytest.raises(Refused, match=named):
-        ask(server, MODEL, inputs("hello", max_tokens=1), **parameters)
+    assert order(server, begun, [*[("m", many)] * 4, ("o", one)]) == expected

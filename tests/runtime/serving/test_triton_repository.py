@@ -49,21 +49,14 @@ def test_triton_reads_the_configuration_as_it_is_meant(tiny_bundle: Path, tmp_pa
     assert ModelSettings.from_parameters(parameters) == expected
 
 
-@pytest.mark.parametrize(
-    "speculative", [None, SpeculativeConfig(), SpeculativeConfig(grow="static", topology=(0, 0, 1))]
-)
-def test_settings_survive_the_configuration(speculative: SpeculativeConfig | None) -> None:
-    settings = ModelSettings('a "bundle"\\with\nodd characters é', speculative, provider="cuda", max_waiting=0)
-    assert ModelSettings.from_parameters(settings.to_parameters()) == settings
+def test_settings_survive_the_configuration_and_edited_ones_that_make_no_sense_are_refused() -> None:
+    for speculative in (None, SpeculativeConfig(), SpeculativeConfig(grow="static", topology=(0, 0, 1))):
+        settings = ModelSettings('a "bundle"\\with\nodd characters é', speculative, provider="cuda", max_waiting=0)
+        assert ModelSettings.from_parameters(settings.to_parameters()) == settings
     assert ModelSettings.from_parameters({"bundle": "x"}) == ModelSettings("x")
-
-
-@pytest.mark.parametrize(
-    "parameters", [{}, {"bundle": "x", "threads": "many"}, {"bundle": "x", "speculative": '{"x": 1}'}]
-)
-def test_edited_settings_that_make_no_sense_are_refused(parameters: dict[str, str]) -> None:
-    with pytest.raises(ConfigError, match=r"config\.pbtxt"):
-        ModelSettings.from_parameters(parameters)
+    for wrong in ({}, {"bundle": "x", "threads": "many"}, {"bundle": "x", "speculative": '{"x": 1}'}):
+        with pytest.raises(ConfigError, match=r"config\.pbtxt"):
+            ModelSettings.from_parameters(wrong)
 
 
 def test_a_copied_bundle_makes_the_repository_independent(tiny_bundle: Path, tmp_path: Path) -> None:
@@ -89,9 +82,6 @@ def test_a_model_is_replaced_but_nothing_else_is(tiny_bundle: Path, tmp_path: Pa
     with pytest.raises(BundleError, match="build"):
         write(tmp_path, tmp_path, "m")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["m", "other"]
-
-
-def test_a_repository_that_cannot_be_written(tiny_bundle: Path, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match="choose another"):
         write(tiny_bundle, tmp_path / "file")
@@ -125,7 +115,7 @@ def test_the_readme_has_lines_that_can_be_copied(tiny_bundle: Path, tmp_path: Pa
     text = (repository / "draftwood" / "README.md").read_text()
     server = f"tritonserver --model-repository='{repository}' "
     mounts = f" -v '{repository}:/models:ro'", f" -v '{bundle}:{bundle}:ro'"
-    for line in (server, '"device=0,1"', *mounts, "[gpu,structured]"):
+    for line in (server, '"device=0,1"', *mounts, "[gpu,serve,structured]"):
         assert line in text
     assert '"client": "me"' in text
 
@@ -201,18 +191,9 @@ def test_run_serves_until_it_is_told_to_stop(
 ) -> None:
     ports = Ports.free()
     named = [f"--{name}-port={getattr(ports, name)}" for name in ("http", "grpc", "metrics")]
-    command = [
-        sys.executable,
-        "-m",
-        "draftwood",
-        "triton",
-        str(tiny_bundle),
-        "--output",
-        str(tmp_path / "models"),
-        "--run",
-    ]
+    command = [sys.executable, "-m", "draftwood", "triton", str(tiny_bundle), "--output", str(tmp_path / "models")]
     own_folder = os.environ | {"TMPDIR": str(tmp_path)}  # for what a killed command cannot remove
-    with subprocess.Popen([*command, *named], stdout=subprocess.PIPE, text=True, env=own_folder) as process:
+    with subprocess.Popen([*command, "--run", *named], stdout=subprocess.PIPE, text=True, env=own_folder) as process:
         assert process.stdout is not None
         assert "Model written" in process.stdout.readline()
         assert f"HTTP on 127.0.0.1:{ports.http}" in process.stdout.readline()

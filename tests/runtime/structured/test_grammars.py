@@ -22,7 +22,7 @@ from draftwood.runtime.sampling.params import SamplingParams
 from draftwood.runtime.sampling.structured import MAX_FORM, StructuredOutput
 from draftwood.runtime.structured import grammars as module
 from draftwood.runtime.structured.grammar_worker import open_tokenizer
-from draftwood.runtime.structured.grammars import KEPT, Grammars
+from draftwood.runtime.structured.grammars import COMPILING, KEPT, Grammars
 from draftwood.runtime.text.tokenizer import Tokenizer
 
 pytest.importorskip("llguidance", reason="needs the [structured] extra")
@@ -50,7 +50,7 @@ def eos(tokenizer: Tokenizer) -> int:
 def grammars(tokenizer: Tokenizer, eos: int) -> Iterator[Grammars]:
     """The library's own limits decide here, not the speed of the machine."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "COMPILE_SECONDS", 600.0)
+        patch.setattr(module, "COMPILING", COMPILING._replace(seconds=600.0))
         opened = Grammars(tokenizer, tokenizer.vocab_size + 5, (eos,))  # models have more rows than tokens
         yield opened
         opened.close()
@@ -165,7 +165,7 @@ def test_a_form_that_takes_too_long_ends_its_process_only(
     tokenizer: Tokenizer, eos: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The library has no limit for this one. Others are compiled meanwhile, in the other process."""
-    monkeypatch.setattr(module, "COMPILE_SECONDS", 2.0)
+    monkeypatch.setattr(module, "COMPILING", COMPILING._replace(seconds=2.0))
     opened = Grammars(tokenizer, tokenizer.vocab_size, (eos,))
     refused = list[str]()
 

@@ -15,7 +15,7 @@ from serving import wait_for
 
 from draftwood.models.errors import RequestError
 from draftwood.runtime.text import chat_template
-from draftwood.runtime.text.chat_template import PROCESSES, ChatTemplate
+from draftwood.runtime.text.chat_template import PROCESSES, TASK, ChatTemplate
 
 LOOP = "{% if loop %}{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}{% endif %}ok"
 
@@ -23,8 +23,7 @@ LOOP = "{% if loop %}{% for i in range(99999) %}{% for j in range(99999) %}{% en
 @pytest.fixture
 def template(monkeypatch: pytest.MonkeyPatch) -> Iterator[ChatTemplate]:
     """Its loops end at once where others wait, and else only if they are given up."""
-    monkeypatch.setattr(chat_template, "RENDER_SECONDS", 600.0)
-    monkeypatch.setattr(chat_template, "CROWDED_SECONDS", 0.3)
+    monkeypatch.setattr(chat_template, "TASK", TASK._replace(seconds=600.0, crowded_seconds=0.3))
     template = ChatTemplate(LOOP)
     yield template
     template.close()
@@ -36,6 +35,10 @@ def test_one_process_serves_many_conversations() -> None:
     assert [template.render({"x": number, "y": "\ud83d"}) for number in range(3)] == [
         f'{number}\u00e9"\ud83d"' for number in range(3)
     ]
+    (process,) = template._pool._processes
+    process._process.kill()
+    process._process.wait()
+    assert template.render({"x": 3, "y": 1}) == "3\u00e91", "it is replaced"
     assert len(template._pool._processes) == 1
     template.close()
     with pytest.raises(RequestError, match="given up"):
@@ -57,7 +60,7 @@ def test_one_process_serves_many_conversations() -> None:
     ],
 )
 def test_what_eats_memory_is_refused(source: str, reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chat_template, "RENDER_SECONDS", 600.0)  # a busy machine takes long to fill the memory
+    monkeypatch.setattr(chat_template, "TASK", TASK._replace(seconds=600.0))  # a busy machine fills memory slowly
     template = ChatTemplate(source)
     for _ in range(2):
         with pytest.raises(RequestError, match=f"chat template cannot write.*{reason}"):
@@ -69,7 +72,7 @@ def test_a_loop_is_ended_and_the_next_conversation_has_a_new_process(
     template: ChatTemplate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patch, pytest.raises(RequestError, match=r"within 0\.5 s"):
-        patch.setattr(template._pool, "_seconds", 0.5)
+        patch.setattr(template._pool, "_task", template._pool._task._replace(seconds=0.5))
         template.render({"loop": True})
     assert not template._pool._processes
     assert template.render({"loop": False}) == "ok"
@@ -93,14 +96,6 @@ def test_who_gives_up_ends_the_process(template: ChatTemplate) -> None:
         (process,) = template._pool._processes
         given_up.set()
         assert isinstance(loop.exception(300), RequestError) and not process.alive
-
-
-def test_a_process_that_was_killed_is_replaced(template: ChatTemplate) -> None:
-    assert template.render({"loop": False}) == "ok"
-    (process,) = template._pool._processes
-    process._process.kill()
-    process._process.wait()
-    assert template.render({"loop": False}) == "ok"
 
 
 def test_nothing_is_left_of_a_template_that_nobody_closed() -> None:

@@ -17,6 +17,7 @@ GREEDY = SamplingParams(max_tokens=24, temperature=0, ignore_eos=True)
 MESSAGES: Any = [{"role": "system", "content": "be kind"}, {"role": "user", "content": "hello", "name": "me"}]
 PARTS: Any = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
 CALL: Any = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+CALLED: Any = {"role": "assistant", "tool_calls": [CALL]}
 
 
 @pytest.fixture(scope="module")
@@ -147,6 +148,14 @@ def test_what_is_no_setting_of_a_chat_is_refused(llm: LLM, options: Any, named: 
             "must have a name and arguments",
         ),
         ([{"role": "user", "content": "x", "name": 3}], "name must be text"),
+        ([{"role": "user", "content": "x", "tool_call_id": "c"}], "tool_call_id is not supported"),
+        ([CALLED, {"role": "tool", "content": "x", "tool_call_id": "other"}], r"messages\[1\].tool_call_id .* 'other'"),
+        ([CALLED, {"role": "tool", "content": None, "tool_call_id": "c"}], r"messages\[1\].content must be text"),
+        ([{**CALLED, "tool_calls": "x"}], "tool_calls must be a list of calls"),
+        *(
+            ([{**CALLED, "tool_calls": [{**CALL, "function": {"name": "f", "arguments": text}}]}], "JSON text of an")
+            for text in ("[1]", "3", 3)
+        ),
     ],
 )
 def test_what_is_no_conversation_is_refused(llm: LLM, messages: Any, named: str) -> None:

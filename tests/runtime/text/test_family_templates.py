@@ -1,4 +1,4 @@
-"""Chat templates in the manner of Qwen3's, SmolLM3's, Phi-3's, Granite's and Mistral's: what transformers writes, and
+"""Chat templates in the manner of Qwen3's, SmolLM3's and Mistral's: what transformers writes, and
 the tokens that it reads. The tokenizer is of Qwen's kind: no BOS, and added tokens of which some are not special."""
 
 from __future__ import annotations
@@ -98,31 +98,6 @@ SMOLLM3 = """{# ─── defaults ─── #}
     {%- if mode == "/think" -%}{{ "<|im_start|>assistant\\n" }}
     {%- else -%}{{ "<|im_start|>assistant\\n" + "<think>\\n\\n</think>\\n" }}{%- endif -%}
 {%- endif -%}"""
-PHI3 = """{% for message in messages %}{% if message['role'] == 'system' and message['content'] %}{{'<|system|>
-' + message['content'] + '<|im_end|>
-'}}{% elif message['role'] == 'user' %}{{'<|user|>
-' + message['content'] + '<|im_end|>
-'}}{% elif message['role'] == 'assistant' %}{{'<|assistant|>
-' + message['content'] + '<|im_end|>
-'}}{% endif %}{% endfor %}{% if add_generation_prompt %}{{ '<|assistant|>
-' }}{% else %}{{ eos_token }}{% endif %}"""
-GRANITE = """{%- if messages[0]['role'] == 'system' %}
-    {%- set system_message = messages[0]['content'] %}
-    {%- set loop_messages = messages[1:] %}
-{%- else %}
-    {%- set system_message = "Year: " + strftime_now('%Y') + ".\\nYou are Granite." %}
-    {%- if tools and documents %}{%- set system_message = system_message + " Tools." %}
-    {%- elif thinking %}{%- set system_message = system_message + " Think." %}{%- endif %}
-    {%- set loop_messages = messages %}
-{%- endif %}
-{{- '<|im_start|>system\\n' + system_message + '<|im_end|>\\n' }}
-{%- if documents %}{{- documents | tojson(indent=4) }}{%- endif %}
-{%- for message in loop_messages %}
-    {{- '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>\\n' }}
-    {%- if loop.last and add_generation_prompt %}
-        {{- '<|im_start|>assistant' }}{%- if controls %}{{- ' ' + controls | tojson }}{%- endif %}{{- '\\n' }}
-    {%- endif %}
-{%- endfor %}"""
 MISTRAL = """{%- if messages[0]["role"] == "system" %}
     {%- set system_message = messages[0]["content"] %}{%- set loop_messages = messages[1:] %}
 {%- else %}{%- set loop_messages = messages %}{%- endif %}
@@ -140,14 +115,14 @@ MISTRAL = """{%- if messages[0]["role"] == "system" %}
 {{- bos_token }}
 {%- for message in loop_messages %}
     {%- if message["role"] == "user" %}
-        {%- if tools is not none and (message == user_messages[-1]) %}{{- "[TOOLS]" }}{%- endif %}
+        {%- if tools is not none and (message == user_messages[-1]) %}{{- tools | tojson(indent=4) }}{%- endif %}
         {%- if loop.last and system_message is defined %}
             {{- "[INST] " + system_message + "\\n\\n" + message["content"] + "[/INST]" }}
         {%- else %}{{- "[INST] " + message["content"] + "[/INST]" }}{%- endif %}
     {%- elif message["role"] == "assistant" %}{{- " " + message["content"]|trim + eos_token}}
     {%- else %}{{- raise_exception("Only user and assistant roles are supported") }}{%- endif %}
 {%- endfor %}"""
-TEMPLATES = {"Qwen3": QWEN3, "SmolLM3": SMOLLM3, "Phi-3": PHI3, "Granite": GRANITE, "Mistral": MISTRAL}
+TEMPLATES = {"Qwen3": QWEN3, "SmolLM3": SMOLLM3, "Mistral": MISTRAL}
 ADDED = (("<|im_start|>", True), ("<|im_end|>", True), ("<think>", False), ("</think>", False))
 SYSTEM, USER = {"role": "system", "content": "Be kind. /no_think"}, {"role": "user", "content": "héllo <b> & 'x'"}
 ANSWER = {"role": "assistant", "content": "<think>\nhm\n</think>\n\nYes."}
@@ -196,7 +171,7 @@ def test_a_conversation_is_written_and_read_as_by_transformers(name: str, folder
 def test_tools_and_documents_are_written_as_by_transformers(folder: Path) -> None:
     reference = PreTrainedTokenizerFast.from_pretrained(folder)
     tools = [{"type": "function", "function": {"name": "f", "parameters": {"q": "<é>"}}}]
-    for name in ("Qwen3", "Granite", "Mistral"):
+    for name in ("Qwen3", "Mistral"):
         reference.chat_template = TEMPLATES[name]
         settings: dict[str, Any] = {"tools": tools, "documents": [{"text": "<é>"}]}
         expected = reference.apply_chat_template([USER], tokenize=False, add_generation_prompt=True, **settings)

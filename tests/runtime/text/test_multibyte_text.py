@@ -121,19 +121,6 @@ def test_any_token_ids_behind_any_prompt(name: str, byte_level: Cut, byte_fallba
     assert streamed(cut.tokenizer, prompt, tokens) == added_text(cut.bytes(prompt), cut.bytes(tokens))
 
 
-@pytest.mark.parametrize("name", ["byte_level", "byte_fallback"])
-@settings(max_examples=100)
-@given(text=texts, more=texts, data=st.data())
-def test_a_text_cut_anywhere(
-    name: str, byte_level: Cut, byte_fallback: Cut, text: str, more: str, data: st.DataObject
-) -> None:
-    """The prompt may end inside a character: one that the output completes is the output's."""
-    cut = {"byte_level": byte_level, "byte_fallback": byte_fallback}[name]
-    ids = cut.ids("x" + text + more)
-    end = data.draw(st.integers(1, len(ids)))
-    assert streamed(cut.tokenizer, ids[:end], ids[end:]) == added_text(cut.bytes(ids[:end]), cut.bytes(ids[end:]))
-
-
 @settings(max_examples=80)
 @given(data=st.data())
 def test_bad_bytes_spoil_none_of_their_neighbours(byte_fallback: Cut, data: st.DataObject) -> None:

@@ -27,11 +27,6 @@ TEXTS = [
     "x = 3.14 * 27",
     "<s>not special?</s>",
 ]
-LLAMA3 = (
-    "{{ bos_token }}{% for message in messages %}<|start_header_id|>{{ message['role'] }}<|end_header_id|>\n\n"
-    "{{ message['content'] | trim }}<|eot_id|>{% endfor %}"
-    "{% if add_generation_prompt %}<|start_header_id|>assistant<|end_header_id|>\n\n{% endif %}"
-)
 
 
 @pytest.fixture
@@ -81,15 +76,6 @@ def test_damaged_folders_are_refused(folder: Path, damage, named: str) -> None: 
         Tokenizer.load(folder)
 
 
-def test_a_conversation_is_written_as_the_model_expects(folder: Path) -> None:
-    tokenizer = configure(folder, bos_token={"content": "<s>"}, chat_template=LLAMA3)
-    text = tokenizer.apply_chat_template([{"role": "user", "content": " hi \u00e9"}])
-    assert text == (
-        "<s><|start_header_id|>user<|end_header_id|>\n\nhi \u00e9<|eot_id|>"
-        "<|start_header_id|>assistant<|end_header_id|>\n\n"
-    )
-
-
 def test_the_template_may_stand_in_its_own_file_or_in_a_list(folder: Path) -> None:
     named = [{"name": "tool_use", "template": "t"}, {"name": "default", "template": "d{{ messages|length }}"}]
     with configure(folder, chat_template=named) as tokenizer:
@@ -99,7 +85,7 @@ def test_the_template_may_stand_in_its_own_file_or_in_a_list(folder: Path) -> No
         assert tokenizer.apply_chat_template([], tools=[{}]) == "t" and tokenizer.template_for(False) == ""
         with pytest.raises(RequestError, match="only one for tool_use: send tools"):
             tokenizer.apply_chat_template([])
-    for damaged in ([{"name": "default"}], ["default"], 3, [{"name": "default", "template": None}]):
+    for damaged in ([{"name": "default"}], ["default"], 3, {"a": 1}, [{"name": "default", "template": None}]):
         with pytest.raises(BundleError, match="chat_template is no text"):
             configure(folder, chat_template=damaged)
     (folder / TEMPLATE).write_text("file")
@@ -116,6 +102,8 @@ def test_the_template_may_stand_in_its_own_file_or_in_a_list(folder: Path) -> No
         "{{ open('/etc/passwd').read() }}",
         "{% if %}",
         "{{ messages[5].content.missing }}",
+        "{{ 1 / 0 }}",
+        "{% for i in range(10 ** 9) %}{% endfor %}",
     ],
 )
 def test_a_template_that_refuses_or_misbehaves_is_an_error(folder: Path, template: str) -> None:
@@ -149,28 +137,9 @@ def test_a_folder_without_settings_still_knows_its_first_token(folder: Path) -> 
     assert tokenizer.adds_bos and tokenizer.bos_token_id == tokenizer.encode("")[0]
 
 
-@pytest.mark.parametrize("template", ["{{ 1 / 0 }}", "{% for i in range(10 ** 9) %}{% endfor %}"])
-def test_any_failure_of_a_template_is_a_request_error(folder: Path, template: str) -> None:
-    (folder / TEMPLATE).write_text(template)
-    with pytest.raises(RequestError, match="chat template"):
-        Tokenizer.load(folder).apply_chat_template([])
-
-
 def test_templates_see_what_transformers_gives_them(folder: Path) -> None:
     (folder / TEMPLATE).write_text("{% if tools is not none %}TOOLS{% endif %}{% generation %}x{% endgeneration %}")
     assert Tokenizer.load(folder).apply_chat_template([]) == "x"
-
-
-@pytest.mark.parametrize("template", [5, {"a": 1}])
-def test_a_template_that_is_no_text_is_refused(folder: Path, template: object) -> None:
-    (folder / SETTINGS).write_text(json.dumps({"chat_template": template}))
-    with pytest.raises(BundleError, match="no text"):
-        Tokenizer.load(folder)
-
-
-def test_half_a_surrogate_pair_is_a_bad_request(folder: Path) -> None:
-    with pytest.raises(RequestError, match="surrogate"):
-        Tokenizer.load(folder).encode("\ud83d")
 
 
 def test_surrogates_are_found_without_a_loop(folder: Path) -> None:
@@ -183,6 +152,8 @@ def test_surrogates_are_found_without_a_loop(folder: Path) -> None:
         __getitem__ = None  # type: ignore[assignment]
 
     tokenizer = Tokenizer.load(folder)
+    with pytest.raises(RequestError, match="surrogate"):
+        tokenizer.encode(Unbroken("\ud83d"))
     assert tokenizer.encode(Unbroken("a\u00e9")) == tokenizer.encode("a\u00e9")
 
 

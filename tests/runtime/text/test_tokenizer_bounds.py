@@ -14,10 +14,10 @@ from bundling import DEMO, optional
 from strange_tokenizers import ADDED, BPE, template, write
 from tokenizers import Tokenizer as TokenizerJson
 
-from draftwood.builder.checkpoints.gguf.splits import SPLITS
+from draftwood.builder.checkpoints.gguf.tokenizer import SPLITS
 from draftwood.models.errors import BundleError, RequestError
 from draftwood.runtime.text.split_patterns import is_linear
-from draftwood.runtime.text.tokenizer import TOKENIZER, Tokenizer
+from draftwood.runtime.text.tokenizer import ENCODING, TOKENIZER, Tokenizer
 from draftwood.runtime.text.tokenizer_check import LONGEST_TOKEN, UNIGRAM_BYTES, is_proved, problems
 
 LETTERS: dict[str, Any] = {"type": "BPE", "vocab": {"q": 0, "y": 1, "a": 2, "Ж": 3, "qq": 4}, "merges": ["q q"]}
@@ -146,7 +146,7 @@ def test_a_text_of_unproved_cost_is_encoded_in_a_process(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     """At worst the text is refused, and the next one encoded; what was read of the file decodes."""
-    monkeypatch.setattr("draftwood.runtime.text.tokenizer_process.ENCODE_SECONDS", 1.0)
+    monkeypatch.setattr("draftwood.runtime.text.tokenizer.ENCODING", ENCODING._replace(seconds=1.0))
     changes, text = UNPROVED[name]
     folder = write(tmp_path, **({"model": LETTERS, "decoder": DECODER} | changes))
     with Tokenizer.load(folder) as tokenizer:

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 from checkpoints import write_tokenizer
 
-from draftwood.models.errors import RequestError
 from draftwood.runtime.text.chat_prompt import write_conversation
 from draftwood.runtime.text.conversation import ChatSettings, to_template
 from draftwood.runtime.text.tokenizer import Tokenizer
@@ -105,32 +104,6 @@ def test_a_call_that_was_cut_off_may_be_sent_back(load: Any, template: str) -> N
     with load(template) as tokenizer:
         text = write_conversation(tokenizer, [MESSAGES[0], {"role": "assistant", "tool_calls": [cut]}], TOLD)
     assert "Zü" in text.split("assistant")[1]
-
-
-@pytest.mark.parametrize(
-    ("messages", "named"),
-    [
-        ([{"role": "tool", "content": "x"}], r"messages\[0\].tool_call_id must be the id of an earlier"),
-        ([*MESSAGES[:2], {**MESSAGES[2], "tool_call_id": "other"}], r"messages\[2\].tool_call_id .* not 'other'"),
-        ([*MESSAGES[:2], {**MESSAGES[2], "content": None}], r"messages\[2\].content must be text"),
-        ([{**MESSAGES[1], "role": "user"}], r"messages\[0\].tool_calls is not supported in a message of this role"),
-        ([{"role": "user", "content": "x", "tool_call_id": "c1"}], "tool_call_id is not supported"),
-        ([{**MESSAGES[1], "tool_calls": "x"}], "tool_calls must be a list of calls"),
-        ([{**MESSAGES[1], "tool_calls": [{}]}], r"tool_calls\[0\] must be a call with id"),
-        ([{**MESSAGES[1], "tool_calls": [{**CALL, "type": "custom"}]}], "must be a call with id"),
-        ([{**MESSAGES[1], "tool_calls": [{**CALL, "id": 3}]}], "id must be text, not 3"),
-        *(
-            (
-                [{**MESSAGES[1], "tool_calls": [{**CALL, "function": {"name": "f", "arguments": text}}]}],
-                "JSON text of an",
-            )
-            for text in ("[1]", "3", 3)
-        ),
-    ],
-)
-def test_what_is_no_call_and_no_answer_is_refused(messages: list[dict[str, Any]], named: str) -> None:
-    with pytest.raises(RequestError, match=named):
-        to_template(messages)
 
 
 def test_a_call_without_arguments_has_none() -> None:

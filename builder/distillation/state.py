@@ -1,12 +1,15 @@
-"""The texts that the target wrote, with its distributions, in files of a state folder.
+"""The files of a state folder: the texts that the target wrote, with its distributions, and the time spent on them.
 
-A file is replaced by a rename whenever a text is added, until it holds TEXTS_PER_FILE texts. A process that is killed
-therefore loses only the texts that it had not finished.
+A file is replaced by a rename. A file of texts is replaced whenever a text is added, until it holds TEXTS_PER_FILE
+texts. A process that is killed therefore loses only the texts that it had not finished.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,7 +20,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from ...models.errors import ConfigError
-from .state_files import replace_file
+from ...models.plain_files import read_object
+from ...runtime.bundle.staging import try_lock
 
 TEXTS_PER_FILE = 64
 MOST_BYTES = 1 << 30  # of a file; one of TEXTS_PER_FILE texts has a few megabytes
@@ -29,20 +33,71 @@ GIVEN, QUESTION, ANSWER = 0, 1, 2  # ANSWER + i: an answer at the temperature AN
 ANSWER_TEMPERATURES = (0.0, 0.7, 1.0)
 
 
-class WrittenText(NamedTuple):
-    """One conversation of T tokens. number: unique in a state folder. question: a hash of the first question. tokens:
-    uint32 [T]. kinds: uint8 [T], see above. ids: unsigned [T, K], the most probable tokens at each place, given the
-    tokens before it, best first. logprobs: float16 [T, K], their natural log-probabilities at temperature 1; -inf where
-    there are fewer. tails: float16 [T], the probability of all other tokens. The last three hold nothing of use where
-    the token is GIVEN."""
+@contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Hold a folder for the only process that writes to it. Raises ConfigError when another process does."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"cannot write {folder}: {error.strerror}; choose another --state") from error
+    lock = try_lock(folder)
+    if lock is None and os.name == "posix":
+        raise ConfigError(f"another process works in {folder}: wait for it, or choose another --state")
+    try:
+        yield
+    finally:
+        if lock is not None:
+            os.close(lock)
 
-    number: int
-    question: int
-    tokens: NDArray[np.uint32]
-    kinds: NDArray[np.uint8]
-    ids: NDArray[np.unsignedinteger[Any]]
-    logprobs: NDArray[np.float16]
-    tails: NDArray[np.float16]
+
+def write_json(file: Path, content: Mapping[str, Any]) -> None:
+    """Replace a file. Raises ConfigError, see `replace_file`."""
+    write_text(file, json.dumps(content, indent=2, allow_nan=False) + "\n")
+
+
+def write_text(file: Path, text: str) -> None:
+    """Replace a file. Raises ConfigError, see `replace_file`."""
+    replace_file(file, lambda partial: partial.write_text(text, encoding="utf-8"))
+
+
+def replace_file(file: Path, write: Callable[[Path], object]) -> None:
+    """Replace a file by what `write` writes to another path. Raises ConfigError when there is no room; the older file
+    is then kept."""
+    partial = file.with_name(f".{file.name}.partial")
+    try:
+        write(partial)
+        os.replace(partial, file)
+    except (OSError, SafetensorError) as error:
+        partial.unlink(missing_ok=True)
+        raise ConfigError(
+            f"{file} cannot be written ({error}): free some space and run the same command again; what was written "
+            "before is kept"
+        ) from error
+
+
+def read_seconds(file: Path) -> float:
+    """The seconds that earlier runs spent on text; 0 where there is no such file. Raises ConfigError."""
+    if not file.is_file():
+        return 0.0
+    try:
+        seconds = read_object(file, own=True).get("seconds")
+        if not isinstance(seconds, (int, float)) or isinstance(seconds, bool) or not 0 <= seconds <= 1e10:
+            raise ValueError(f"its seconds are {seconds!r}")
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{file} is not readable ({error}): remove it; the texts beside it stay usable") from error
+    return float(seconds)
+
+
+class WrittenText(NamedTuple):
+    """One conversation of T tokens. `ids`, `logprobs` and `tails` hold nothing of use where the token is GIVEN."""
+
+    number: int  # unique in a state folder
+    question: int  # a hash of the first question
+    tokens: NDArray[np.uint32]  # [T]
+    kinds: NDArray[np.uint8]  # [T], see above
+    ids: NDArray[np.unsignedinteger[Any]]  # [T, K], the most probable tokens at each place, best first
+    logprobs: NDArray[np.float16]  # [T, K], natural logarithms at temperature 1; -inf where there are fewer
+    tails: NDArray[np.float16]  # [T], the probability of all other tokens
 
     @property
     def is_held_out(self) -> bool:
@@ -139,26 +194,19 @@ def read_texts(file: Path, vocab_size: int, columns: int) -> Iterator[WrittenTex
 
 def check_arrays(arrays: dict[str, NDArray[Any]], vocab_size: int, columns: int) -> None:
     """Raises ValueError unless shapes, dtypes and ranges are those of `write_texts`."""
-    numbers, questions, ends, tokens, kinds, ids, logprobs, tails = (arrays[name] for name in NAMES)
-    total = len(tokens) if tokens.ndim == 1 else -1
-    expected = {
-        "numbers": (numbers, (len(ends),), np.int64),
-        "questions": (questions, (len(ends),), np.uint64),
-        "ends": (ends, (len(ends),), np.int64),
-        "tokens": (tokens, (total,), np.uint32),
-        "kinds": (kinds, (total,), np.uint8),
-        "ids": (ids, (total, columns), id_type(vocab_size)),
-        "logprobs": (logprobs, (total, columns), np.float16),
-        "tails": (tails, (total,), np.float16),
-    }
-    for name, (array, shape, dtype) in expected.items():
-        if array.shape != shape or array.dtype != dtype:
-            raise ValueError(f"{name} is {array.dtype} {array.shape} instead of {np.dtype(dtype)} {shape}")
-    if len(ends) and (np.diff(ends, prepend=0).min() < 1 or ends[-1] != total):
+    _, _, ends, tokens, kinds, ids, logprobs, tails = (arrays[name] for name in NAMES)
+    texts, total = (len(ends),), (len(tokens) if tokens.ndim == 1 else -1,)
+    shapes = (texts, texts, texts, total, total, (*total, columns), (*total, columns), total)
+    types = ("int64", "uint64", "int64", "uint32", "uint8", np.dtype(id_type(vocab_size)), "float16", "float16")
+    for name, shape, dtype in zip(NAMES, shapes, types, strict=True):
+        found = arrays[name]
+        if found.shape != shape or found.dtype != dtype:
+            raise ValueError(f"{name} is {found.dtype} {found.shape} instead of {dtype} {shape}")
+    if len(ends) and (np.diff(ends, prepend=0).min() < 1 or ends[-1] != len(tokens)):
         raise ValueError("the ends of its texts do not ascend to the number of its tokens")
-    if total and max(int(tokens.max()), int(ids.max())) >= vocab_size:
+    if len(tokens) and max(int(tokens.max()), int(ids.max())) >= vocab_size:
         raise ValueError(f"a token is not below the vocabulary size {vocab_size}")
-    if total and int(kinds.max()) >= ANSWER + len(ANSWER_TEMPERATURES):
+    if len(tokens) and int(kinds.max()) >= ANSWER + len(ANSWER_TEMPERATURES):
         raise ValueError(f"a token is of the unknown kind {int(kinds.max())}")
     if np.isnan(logprobs).any() or not (logprobs <= 0).all() or not ((tails >= 0) & (tails <= 1)).all():
         raise ValueError("a probability is not between 0 and 1")

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from queue import SimpleQueue
 from threading import Event, Thread
@@ -16,52 +15,47 @@ from serving import wait_for
 
 from draftwood.models.errors import RequestError
 from draftwood.runtime.text.worker import receive
-from draftwood.runtime.text.worker_pool import WorkerPool
-from draftwood.runtime.text.worker_process import WorkerProcess
+from draftwood.runtime.text.workers import Task, WorkerPool, WorkerProcess, line_of
 
 TASK = """
-import os, time
+import json, os, time
 MEMORY_BYTES, CPU_SECONDS = 2**34, 600
-
-def prepare(setting):
-    return setting
 
 def outcome(prepared, line):
     with open(prepared + "asked", "a") as asked:
-        asked.write(line.decode())
-    while not os.path.exists(prepared + line.decode().strip()):
+        asked.write(json.loads(line) + "\\n")
+    while not os.path.exists(prepared + json.loads(line)):
         time.sleep(0.01)
-    return {"found": line.decode().strip()}
+    return {"found": json.loads(line)}
 """
 
 
-def task(folder: Path) -> tuple[Path, bytes, Callable[[str], RequestError]]:
-    """The arguments of a worker, which answers with the name of a file as soon as the file exists."""
+def task(folder: Path, processes: int = 1) -> Task:
+    """Of workers that answer with the name of a file as soon as the file exists; their setting is the folder."""
     (folder / "task.py").write_text(TASK)
-    setting = json.dumps(f"{folder}/").encode() + b"\n"
-    return folder / "task.py", setting, lambda reason: RequestError(f"refused: {reason}")
+    return Task(folder / "task.py", processes, 600.0, 599.0, lambda reason: RequestError(f"refused: {reason}"))
 
 
 def test_only_an_answer_that_is_not_there_can_be_late(tmp_path: Path) -> None:
-    worker = WorkerProcess(*task(tmp_path))
+    worker = WorkerProcess(task(tmp_path), line_of(f"{tmp_path}/"))
 
     def late() -> float:
         (tmp_path / "found").touch()
         wait_for(lambda: not worker._lines.empty())
         return -1.0
 
-    assert worker.ask(b"found\n", late, Event()) == {"found": "found"}
+    assert worker.ask(line_of("found"), late, Event()) == {"found": "found"}
     with pytest.raises(RequestError, match="refused: it did not finish within -1 s"):
-        worker.ask(b"missing\n", lambda: -1.0, Event())
+        worker.ask(line_of("missing"), lambda: -1.0, Event())
     worker.end()
     assert not worker.alive
 
 
 def test_a_worker_that_does_not_read_is_given_up(tmp_path: Path) -> None:
     """Its pipe is full."""
-    file, _, refuse = task(tmp_path)
-    file.write_text("import time\ntime.sleep(600)\n")
-    worker = WorkerProcess(file, b'"' + b"x" * (1 << 20) + b'"\n', refuse)
+    idle = task(tmp_path)
+    idle.file.write_text("import time\ntime.sleep(600)\n")
+    worker = WorkerProcess(idle, line_of("x" * (1 << 20)))
     given_up, refused = Event(), list[str]()
 
     def ask() -> None:
@@ -92,9 +86,9 @@ def test_a_worker_ends_when_it_can_read_no_more(monkeypatch: pytest.MonkeyPatch)
 
 def test_a_process_goes_to_the_call_that_has_waited_longest(tmp_path: Path) -> None:
     """All others wait, and only then the limit is the short one."""
-    pool = WorkerPool(*task(tmp_path), processes=1, seconds=600.0, crowded_seconds=599.0)
+    pool = WorkerPool(task(tmp_path), f"{tmp_path}/")
     names = [str(number) for number in range(12)]
-    threads = [Thread(target=pool.ask, args=(f"{name}\n".encode(),)) for name in names]
+    threads = [Thread(target=pool.ask, args=(name,)) for name in names]
     for number, thread in enumerate(threads):
         thread.start()
         wait_for(lambda number=number: len(pool._waiting) == number and bool(pool._processes))  # type: ignore[misc]

@@ -1,0 +1,243 @@
+"""The endpoints below /v1: from a body to an answer, whole or as a stream."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Mapping, Sequence
+from contextlib import aclosing
+from dataclasses import replace
+from typing import Any, NamedTuple, TypeVar
+
+from fastapi import Request
+from fastapi.responses import Response, StreamingResponse
+
+from ....models.errors import DraftwoodError, RequestError
+from ...decoding.queue import max_client_places
+from ...prepared import Prepared
+from ...prompt import Prompt
+from ...requests.async_llm import AsyncLLM, RequestStream
+from ...sampling.params import SamplingParams
+from ...speculation.config import SpeculativeConfig
+from ...text.token_texts import TokenTexts
+from ...text.writer import StreamChunk
+from ..http.errors import UnknownModel, refusal_of
+from ..json_text import pieces
+from ..waiting import TimeLimit, while_wanted
+from .answers import Answer, as_json, check_log_probabilities
+from .bodies import COMPLETION_TOKENS, ChatBody, CompletionBody, GenerationBody, StreamOptions
+from .formats import AnswerFormat, ChatFormat, CompletionFormat
+from .streams import Numbered, merged
+from .tool_use import ToolUse, tool_use
+
+STREAM_HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}  # otherwise nginx would buffer events
+T = TypeVar("T")
+log = logging.getLogger(__name__)
+
+
+class Asked(NamedTuple):
+    """A request whose texts were read; nothing is generated yet."""
+
+    limit: TimeLimit
+    prompts: list[list[int]]
+    echoes: list[str | None]  # of each prompt: the text before an answer's own
+    config: SpeculativeConfig | None
+    params: SamplingParams
+    prepared: Prepared
+    format: AnswerFormat
+
+
+class OpenAIApi:
+    """The endpoints of one model."""
+
+    def __init__(self, async_llm: AsyncLLM, model: str, request_seconds: float | None) -> None:
+        """model: its name in requests. request_seconds: time limit of a request."""
+        self.async_llm = async_llm
+        self._llm = async_llm.llm
+        self._request_seconds = request_seconds
+        self._max_length = self._llm.bundle.manifest.max_length
+        self._texts = TokenTexts(self._llm.tokenizer)
+        self._card = {
+            "id": model,
+            "object": "model",
+            "created": int(time.time()),
+            "owned_by": "draftwood",
+            "max_model_len": self._max_length,
+        }
+
+    async def models(self) -> Response:
+        return as_json({"object": "list", "data": [self._card]})
+
+    async def model(self, name: str) -> Response:
+        self.begin(name)
+        return as_json(self._card)
+
+    async def complete(self, body: CompletionBody, request: Request) -> Response:
+        return await self._answer(body, request, await self.read(body, request))
+
+    async def chat(self, body: ChatBody, request: Request) -> Response:
+        return await self._answer(body, request, await self.read(body, request))
+
+    def begin(self, model: str | None) -> TimeLimit:
+        """The time of a request for a model. Raises UnknownModel for another one than this."""
+        if model not in (None, self._card["id"]):
+            raise UnknownModel(model, str(self._card["id"]))
+        return TimeLimit(self._request_seconds)
+
+    async def while_connected(self, request: Request, work: Coroutine[Any, Any, T], limit: TimeLimit | None) -> T:
+        """See `while_wanted`. The body must have been read before."""
+
+        async def gone() -> None:
+            while (await request.receive())["type"] != "http.disconnect":
+                pass
+
+        return await while_wanted(work, gone(), limit)
+
+    async def read(self, body: CompletionBody | ChatBody, request: Request, most_tokens: int | None = None) -> Asked:
+        """Check a request and read its texts. most_tokens: of an answer without a limit of its own. Raises ConfigError
+        or RequestError."""
+        limit, client, use = self.begin(body.model), request.state.client, None
+        config = self._checked(body, 1 if isinstance(body, ChatBody) else len(body.prompts))
+        format: AnswerFormat
+        if isinstance(body, ChatBody):
+            use = tool_use(body.tools, body.tool_choice, body.parallel_tool_calls, self._llm.tokenizer)
+            writing = self.async_llm.encode_chat(body.conversation, body.settings(told=use is not None), client)
+            prompts = [await self.while_connected(request, writing, limit)]
+            echoes, format = [body.echoed], ChatFormat(self._texts, body.logprobs, use)
+            default = min(most_tokens or self._max_length, self.async_llm.max_tokens_behind(prompts[0]))
+        else:
+            reading = (self.async_llm.encode(each, client) for each in body.prompts)
+            prompts = [await self.while_connected(request, each, limit) for each in reading]
+            echoes = [await self._echo(prompt, client) if body.echo else None for prompt in body.prompts]
+            format, default = CompletionFormat(self._texts, body.logprobs is not None), COMPLETION_TOKENS
+        params = with_tools(body.sampling_params(default), use)
+        check_log_probabilities(params, body.num_choices, [len(prompt) for prompt in prompts], self._max_length)
+        request.state.params = params
+        prepared = await self.while_connected(request, self.async_llm.prepare(params, client), limit)
+        return Asked(limit, prompts, echoes, config, params, prepared, format)
+
+    def submit(
+        self, body: GenerationBody, client: str, asked: Asked, prompt: Sequence[int], **more: Any
+    ) -> RequestStream:
+        """Queue one text. more: settings of `AsyncLLM.generate` in the place of these."""
+        options: dict[str, Any] = {
+            "sampling_params": asked.params,
+            "speculative": asked.config,
+            "deadline_s": asked.limit.seconds,
+            "arrived": asked.limit.arrived,
+            "client": client,
+            "user": body.client,
+            "cache_salt": body.cache_salt,
+            "prepared": asked.prepared,
+        }
+        return self.async_llm.generate(list(prompt), **options | more)
+
+    def _checked(self, body: GenerationBody, num_prompts: int) -> SpeculativeConfig | None:
+        """Do all checks that need no computation. Returns the settings of speculation. Raises ConfigError or
+        RequestError, also for more choices than one client may ever have."""
+        body.check()
+        running, total = self.async_llm.max_running, num_prompts * body.num_choices
+        room = running + max_client_places(self.async_llm.max_requests - running)
+        if total > room:
+            raise RequestError(
+                f"{total} choices are more than the {room} this server runs and queues for one client: "
+                "send fewer prompts or a smaller n or best_of"
+            )
+        return self._llm.resolved(body.speculation())
+
+    async def _echo(self, prompt: Prompt, client: str) -> str:
+        if isinstance(prompt, str):
+            return prompt
+        return await self.async_llm.texts.compute(lambda _: self._llm.tokenizer.decode(prompt), len(prompt), client)
+
+    async def _answer(self, body: GenerationBody, request: Request, asked: Asked) -> Response:
+        """Generate the choices of each prompt, and send them whole or as a stream."""
+        streams = await self._submit_all(body, request.state.client, asked)
+        answer = Answer(
+            asked.format,
+            self._texts,
+            str(self._card["id"]),
+            asked.prompts,
+            [echo for echo in asked.echoes for _ in range(body.num_choices)],
+            proposal=0 if asked.config is None else asked.config.max_tokens,
+            best=None if body.num_choices == body.n else body.n,
+            shows_prompts=body.prompt_logprobs is not None,
+            skips_special=asked.params.skip_special_tokens,
+        )
+        request.state.answer = answer
+        chunks = merged(streams, request.state.held, keeps=not body.stream)
+        if not body.stream:
+            return await self.while_connected(request, collected(answer, chunks), None)
+        # Before the first chunk, an error can still be an HTTP status.
+        first = await self.while_connected(request, anext(chunks), None)
+        events = server_sent(answer, first, chunks, body.stream_options)
+        return StreamingResponse(events, media_type="text/event-stream", headers=STREAM_HEADERS)
+
+    async def _submit_all(self, body: GenerationBody, client: str, asked: Asked) -> list[RequestStream]:
+        """Queue all choices, or none. Others have their turn between two of them, whose settings take time."""
+        streams: list[RequestStream] = []
+        choices, call = replace(asked.params, n=body.num_choices).choices(), object()
+        try:
+            for prompt in asked.prompts:
+                for choice in choices:
+                    streams.append(self.submit(body, client, asked, prompt, sampling_params=choice, call=call))
+                    await asyncio.sleep(0)
+        except BaseException:
+            for stream in streams:
+                await stream.aclose()
+            raise
+        return streams
+
+
+def with_tools(params: SamplingParams, use: ToolUse | None) -> SamplingParams:
+    return params if use is None else use.applied(params)
+
+
+async def collected(answer: Answer, chunks: AsyncGenerator[Numbered, None]) -> Response:
+    """The whole answer. Another thread writes it, because it may have many megabytes."""
+    async with aclosing(chunks):
+        async for index, chunk in chunks:
+            answer.note(index, chunk)
+    response = await asyncio.to_thread(answer.whole)
+    answer.forget()
+    return response
+
+
+async def server_sent(
+    answer: Answer, first: Numbered, chunks: AsyncGenerator[Numbered, None], options: StreamOptions
+) -> AsyncIterator[bytes]:
+    """The answer as server-sent events. An error after the first chunk is an event."""
+
+    def sent(chunk: dict[str, Any], added: StreamChunk) -> bytes:
+        if options.include_pieces:
+            chunk["choices"][0]["pieces"] = [piece._asdict() for piece in added.pieces]
+        return accounted(chunk)
+
+    def accounted(chunk: dict[str, Any]) -> bytes:
+        if options.include_usage:
+            chunk["usage"] = answer.usage() if options.continuous_usage_stats else None
+        return event(chunk)
+
+    try:
+        async with aclosing(chunks):
+            for opening in answer.openings():
+                yield accounted(opening)
+            if chunk := answer.add(*first):
+                yield sent(chunk, first.chunk)
+            del first  # it may hold the log-probabilities of a long prompt
+            async for index, added in chunks:
+                if chunk := answer.add(index, added):
+                    yield sent(chunk, added)
+        if options.include_usage:
+            yield event(answer.last())
+    except Exception as error:
+        if not isinstance(error, DraftwoodError):
+            log.exception("a request failed while it was answered")
+        answer.failure = type(error).__name__
+        yield b"data: " + refusal_of(error).body + b"\n\n"
+    yield b"data: [DONE]\n\n"
+
+
+def event(content: Mapping[str, Any]) -> bytes:
+    return f"data: {''.join(pieces(content))}\n\n".encode()

@@ -1,0 +1,269 @@
+"""What clients get is what LLM.generate gives, whole or in parts, and each parameter does to it what it says."""
+
+from __future__ import annotations
+
+import json
+import re
+from codecs import getincrementaldecoder
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from serving import Served
+
+from draftwood.runtime import LLM, RequestOutput, SamplingParams, SpeculativeConfig
+
+openai = pytest.importorskip("openai", reason="needs the openai package")
+
+EXTRA = {"ignore_eos": True}
+USER: dict[str, Any] = {"role": "user", "content": "hello"}
+MESSAGES: list[Any] = [{"role": "system", "content": "be kind"}, USER]
+GREEDY = SamplingParams(max_tokens=24, temperature=0, ignore_eos=True)
+Complete = Callable[..., dict[str, Any]]
+
+
+def text_of(answer: dict[str, Any]) -> str:
+    choice = answer["choices"][0]
+    return str(choice["text"] if "text" in choice else choice["message"]["content"])
+
+
+def check_accounts(answer: Any, results: list[RequestOutput]) -> None:
+    """Usage and metrics are those of the results; aiperf refuses metrics that do not add up."""
+    assert answer.usage.prompt_tokens == len(results[0].prompt_token_ids)
+    assert answer.usage.completion_tokens == sum(len(result.token_ids) for result in results)
+    metrics = answer.metrics["speculative_decoding"]
+    histogram = metrics["acceptance_histogram"]
+    assert len(histogram) == metrics["num_spec_tokens"] + 1
+    assert sum(histogram) == metrics["num_spec_steps"] == sum(result.stats.num_drafts for result in results)
+    assert sum(j * rounds for j, rounds in enumerate(histogram)) == metrics["num_accepted_draft_tokens"]
+    assert metrics["num_accepted_draft_tokens"] == sum(result.stats.num_accepted_tokens for result in results)
+    assert metrics["num_accepted_draft_tokens"] <= metrics["num_draft_tokens"] > 0
+    predicted = answer.usage.completion_tokens_details
+    assert predicted.accepted_prediction_tokens == metrics["num_accepted_draft_tokens"]
+    assert predicted.accepted_prediction_tokens + predicted.rejected_prediction_tokens == metrics["num_draft_tokens"]
+
+
+def test_models_are_listed_and_the_model_may_be_left_out(client: Any, http: Any, complete: Complete) -> None:
+    assert [model.id for model in client.models.list()] == ["tiny"] == [client.models.retrieve("tiny").id]
+    with pytest.raises(openai.NotFoundError):
+        client.models.retrieve("other/model")
+    assert complete()["model"] == complete(messages=MESSAGES)["model"] == "tiny"
+    assert complete()["choices"] == complete(model="tiny")["choices"]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_choices_are_what_the_llm_writes_with_one_seed_after_the_other(
+    client: Any, served_llm: LLM, temperature: float
+) -> None:
+    answer = client.completions.create(
+        model="tiny", prompt=[[1, 5, 9]], max_tokens=30, temperature=temperature, seed=7, n=2, extra_body=EXTRA
+    )
+    params = [SamplingParams(max_tokens=30, temperature=temperature, seed=7 + i, ignore_eos=True) for i in range(2)]
+    results = [served_llm.generate([1, 5, 9], each)[0] for each in params]
+    assert [choice.text for choice in answer.choices] == [result.text for result in results]
+    assert {choice.finish_reason for choice in answer.choices} == {"length"}
+    check_accounts(answer, results)
+
+
+@pytest.mark.parametrize("chat", [False, True])
+def test_a_stream_is_the_answer_in_parts(client: Any, chat: bool) -> None:
+    create = client.chat.completions.create if chat else client.completions.create
+    options: dict[str, Any] = {"messages": MESSAGES} if chat else {"prompt": "hello"}
+    options |= {"model": "tiny", "max_tokens": 30, "seed": 3, "n": 2, "extra_body": EXTRA}
+    texts, reasons, last = ["", ""], [None, None], None
+    whole = create(**options)
+    expected = [choice.message.content if chat else choice.text for choice in whole.choices]
+    for chunk in create(stream=True, stream_options={"include_usage": True}, **options):
+        for choice in chunk.choices:
+            texts[choice.index] += (choice.delta.content or "") if chat else choice.text
+            reasons[choice.index] = choice.finish_reason or reasons[choice.index]
+        assert (chunk.usage is None) == bool(chunk.choices)
+        last = chunk
+    assert last is not None and last.metrics == whole.metrics and last.usage.total_tokens == whole.usage.total_tokens
+    assert texts == expected and texts[0] != texts[1] and reasons == ["length", "length"]
+
+
+def test_a_stream_may_count_on_every_chunk(http: Any) -> None:
+    body = {"prompt": "hello", "max_tokens": 12, "temperature": 0, **EXTRA, "stream": True}
+
+    def chunks(**options: bool) -> list[Any]:
+        lines = http.post("/v1/completions", json={**body, "stream_options": options}).text.splitlines()
+        return [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: {")]
+
+    counts = [chunk["usage"]["completion_tokens"] for chunk in chunks(include_usage=True, continuous_usage_stats=True)]
+    assert counts == sorted(counts) and counts[0] < counts[-2] == counts[-1] == 12
+    assert not any("usage" in chunk for chunk in chunks(continuous_usage_stats=True)), "as in vLLM"
+
+
+def test_several_prompts_are_answered_in_order(complete: Complete, served_llm: LLM) -> None:
+    answer = complete(prompt=["one", "two"], echo=True)
+    results = served_llm.generate(["one", "two"], GREEDY)
+    assert [choice["index"] for choice in answer["choices"]] == [0, 1]
+    assert [choice["text"] for choice in answer["choices"]] == ["one" + results[0].text, "two" + results[1].text]
+
+
+def test_a_conversation_goes_through_the_chat_template(complete: Complete, http: Any, served_llm: LLM) -> None:
+    parts = [{"role": "user", "content": [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]}]
+    for messages, same in ((MESSAGES, MESSAGES), (parts, [{"role": "user", "content": "one\ntwo"}])):
+        answer = complete(messages=messages, max_tokens=None, max_completion_tokens=24)
+        (expected,) = served_llm.chat(same, GREEDY)
+        assert text_of(answer) == expected.text
+        assert answer["usage"]["prompt_tokens"] == len(expected.prompt_token_ids)
+    asked = {"messages": [USER], "chat_template_kwargs": {"mood": "merry"}, "add_generation_prompt": False}
+    tokens = http.post("/tokenize", json=asked).json()["tokens"]
+    assert served_llm.tokenizer.decode(tokens, skip_special_tokens=False) == "<user>hello</s>\n[merry]"
+    assert complete(**asked)["usage"]["prompt_tokens"] == len(tokens)
+
+
+@pytest.mark.parametrize(
+    "content", ["Once upon", "  Once upon ", "a\nb", "", "<", "user", [{"type": "text", "text": "Once upon"}]]
+)
+def test_the_last_message_may_be_continued(complete: Complete, http: Any, served_llm: LLM, content: Any) -> None:
+    messages = [USER, {"role": "assistant", "content": content}]
+    settings: dict[str, Any] = {"add_generation_prompt": False, "continue_final_message": True}
+    tokens = http.post("/tokenize", json={"messages": messages, **settings}).json()["tokens"]
+    text = content if isinstance(content, str) else content[0]["text"]
+    decoded = served_llm.tokenizer.decode(tokens, skip_special_tokens=False)
+    assert decoded == f"<user>hello</s>\n<assistant>{text.strip()}"
+    expected = served_llm.generate([tokens], GREEDY)[0].text
+    for echo in (False, True):
+        assert text_of(complete(messages=messages, echo=echo, **settings)) == (text if echo else "") + expected
+    own = text_of(complete(messages=[USER], echo=True))
+    assert own == text_of(complete(messages=[USER])), "the last message is not the assistant's"
+
+
+def test_a_stop_string_ends_the_text_and_may_be_kept(complete: Complete) -> None:
+    free = text_of(complete())
+    stop = free[8:11]
+    for stops in (stop, ["never there", stop]):
+        for keep in (False, True):
+            choice = complete(stop=stops, include_stop_str_in_output=keep)["choices"][0]
+            assert (choice["text"], choice["finish_reason"]) == (free[: free.index(stop) + 3 * keep], "stop")
+
+
+def test_special_tokens_may_be_shown(complete: Complete) -> None:
+    biased: dict[str, Any] = {"logit_bias": {"2": 100}, "max_tokens": 3}
+    assert text_of(complete(**biased)) == ""
+    assert text_of(complete(skip_special_tokens=False, **biased)) == "</s>" * 3
+    ended = {"logit_bias": {"2": 100}, "ignore_eos": False, "skip_special_tokens": False}
+    assert text_of(complete(**ended)) == ""
+    assert text_of(complete(include_stop_str_in_output=True, **ended)) == "</s>"
+
+
+@pytest.mark.parametrize("speculative", [None, {"grow": "dyspec"}, {"grow": "topk", "merge": "gsd"}])
+def test_each_setting_reaches_the_sampler(complete: Complete, served_llm: LLM, speculative: Any) -> None:
+    (free,) = served_llm.generate("hello", GREEDY)
+    word, token = free.text[3:6], free.token_ids[5]
+    for changes in (
+        {"bad_words": [word, free.text[0]]},
+        {"allowed_token_ids": sorted(range(40, 90))},
+        {"logit_bias": {str(token): -100.0, "70": 3}},
+        {"bad_words": [word], "allowed_token_ids": list(range(30, 200)), "logit_bias": {"71": 2.5}, "seed": 3},
+        {"presence_penalty": 0.5, "frequency_penalty": 0.5, "repetition_penalty": 1.3},
+    ):
+        values: dict[str, Any] = {"max_tokens": 24, "temperature": 0, "ignore_eos": True, **changes}
+        if "logit_bias" in values:
+            values["logit_bias"] = {int(name): bias for name, bias in values["logit_bias"].items()}
+        (expected,) = served_llm.generate("hello", SamplingParams(**values))
+        assert text_of(complete(speculative=speculative, **changes)) == expected.text != free.text
+        assert word not in expected.text or "bad_words" not in changes
+    drawn: dict[str, Any] = {
+        "max_tokens": 20, "temperature": 0.9, "seed": 1, "top_p": 0.9, "top_k": 4, "min_p": 0.01, "min_tokens": 8,
+        "stop_token_ids": [40, 41], "ignore_eos": False,
+    }  # fmt: skip
+    (expected,) = served_llm.generate("hello", SamplingParams(**drawn), speculative="own" if speculative else None)
+    assert text_of(complete(**drawn, **({} if speculative else {"speculative": None}))) == expected.text
+
+
+def test_speculation_can_be_chosen_per_request(complete: Complete) -> None:
+    texts, drafted = set(), []
+    for how in ({"grow": "chain", "max_draft_len": 3}, {"grow": "topk", "merge": "gsd"}, False, None):
+        answer = complete(speculative=how)
+        texts.add(text_of(answer))
+        drafted.append(answer.get("metrics", {}).get("speculative_decoding", {}).get("num_spec_tokens"))
+        assert ("completion_tokens_details" in answer["usage"]) == bool(how)
+    assert len(texts) == 1 and drafted == [3, SpeculativeConfig("topk").max_tokens, None, None]
+
+
+def test_a_seed_of_minus_one_is_none(complete: Complete) -> None:
+    assert len({text_of(complete(seed=-1, temperature=1.5)) for _ in range(5)}) > 1
+
+
+def test_the_best_of_several_choices_is_returned(complete: Complete) -> None:
+    drawn: dict[str, Any] = {"temperature": 1.0, "seed": 1, "max_tokens": 8}
+    every = complete(n=6, logprobs=0, **drawn)["choices"]
+    means = [sum(each["logprobs"]["token_logprobs"]) / 8 for each in every]
+    ranked = [every[index]["text"] for index in sorted(range(6), key=lambda index: -means[index])]
+    best = complete(n=2, best_of=6, **drawn)
+    found = [(each["index"], each["text"], each["logprobs"]) for each in best["choices"]]
+    assert found == [(0, ranked[0], None), (1, ranked[1], None)] and best["usage"]["completion_tokens"] == 48
+    assert complete(n=2, best_of=2, **drawn)["choices"] == complete(n=2, **drawn)["choices"]
+
+
+def test_logprobs_have_the_shape_of_each_api(client: Any, served_llm: LLM) -> None:
+    params = SamplingParams(max_tokens=9, seed=2, logprobs=3, ignore_eos=True)
+    chunks = list(served_llm.stream("hello", params))
+    old = client.completions.create(model="tiny", prompt="hello", max_tokens=9, seed=2, logprobs=3, extra_body=EXTRA)
+    written = old.choices[0].logprobs
+    expected = [item.logprob for chunk in chunks for item in chunk.logprobs]
+    assert written.token_logprobs == pytest.approx(expected, abs=1e-4)
+    assert all(len(top) == 3 for top in written.top_logprobs)
+    decoder = getincrementaldecoder("utf-8")("replace")  # this model writes many bytes that are no character
+    tokens = [token for chunk in chunks for token in chunk.token_ids]
+    lengths = [len(decoder.decode(served_llm.tokenizer.bytes_of(token) or b"")) for token in tokens]
+    assert written.text_offset == [sum(lengths[:index]) for index in range(len(lengths))]
+    prompt = served_llm.encode_chat(MESSAGES)
+    expected = [item.logprob for chunk in served_llm.stream(prompt, params) for item in chunk.logprobs]
+    options = {"model": "tiny", "messages": MESSAGES, "max_tokens": 9, "seed": 2, "logprobs": True, "top_logprobs": 3}
+    (choice,) = client.chat.completions.create(**options, extra_body=EXTRA).choices
+    whole = choice.logprobs.content
+    stream = client.chat.completions.create(**options, stream=True, extra_body=EXTRA)
+    parts = [item for chunk in stream for each in chunk.choices if each.logprobs for item in each.logprobs.content]
+    assert [item.logprob for item in whole] == pytest.approx(expected, abs=1e-4)
+    assert [(item.token, item.bytes) for item in parts] == [(item.token, item.bytes) for item in whole]
+    # Rows stand elsewhere in the shared cache each time, so sums may round differently.
+    assert [item.logprob for item in parts] == pytest.approx([item.logprob for item in whole], abs=1e-4)
+    assert all(len(item.top_logprobs) == 3 for item in whole)
+    assert b"".join(bytes(item.bytes) for item in whole).decode(errors="replace") == choice.message.content
+
+
+NOTHING: dict[str, dict[str, Any]] = {
+    "vllm": {
+        "add_generation_prompt": True, "continue_final_message": False, "include_stop_str_in_output": False,
+        "length_penalty": 1.0, "early_stopping": False, "priority": 0, "repetition_penalty": 1.0, "bad_words": [],
+        "return_token_ids": False, "skip_special_tokens": True, "spaces_between_special_tokens": True, "top_k": -1,
+        "chat_template_kwargs": {}, "min_p": 0.0, "request_id": "mine", "include_reasoning": True, "min_tokens": 0,
+    },
+    "llama.cpp": {"cache_prompt": True, "mirostat": 0, "typical_p": 1.0, "repeat_penalty": 1.0, "seed": -1},
+    "openai": {
+        "prediction": {"type": "content", "content": "hello"}, "verbosity": "medium", "service_tier": "auto",
+        "prompt_cache_retention": "24h", "prompt_cache_key": "k", "safety_identifier": "me", "user": "me",
+        "tools": [], "response_format": {"type": "text"}, "store": False, "metadata": {"a": "b"},
+    },
+    "null": dict.fromkeys(("temperature", "stop", "logit_bias", "top_p", "seed", "unheard_of")) | {"temperature": 0},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NOTHING)
+def test_what_asks_for_nothing_changes_nothing(complete: Complete, name: str) -> None:
+    assert complete(**NOTHING[name])["choices"] == complete()["choices"]
+
+
+def test_accepted_tokens_are_counted_by_their_position(api: Served, http: Any, complete: Complete) -> None:
+    name = "vllm:spec_decode_num_accepted_tokens_per_pos_total"
+
+    def counted() -> list[float]:
+        text = http.get("/metrics").text
+        return [float(value) for value in re.findall(rf'^{re.escape(name)}{{position="\d+"}} (\S+)$', text, re.M)]
+
+    before, drafted = counted(), api.metric("vllm:spec_decode_num_draft_tokens_total")
+    metrics = complete(max_tokens=60)["metrics"]["speculative_decoding"]
+    rounds, after = metrics["acceptance_histogram"], counted()
+    added = [sum(rounds[depth + 1 :]) for depth in range(len(rounds))]
+    assert after[0] > (before or [0])[0]
+    padded = before + [0.0] * (len(after) - len(before))
+    assert [new - old for new, old in zip(after, padded, strict=True)] == added[: len(after)]
+    assert api.metric("vllm:spec_decode_num_draft_tokens_total") == drafted + metrics["num_draft_tokens"] > drafted
+    samples = [line for line in http.get("/metrics").text.splitlines() if not line.startswith("#")]
+    assert all(re.fullmatch(r'[a-z_:]+(\{[a-z_]+="[^"]*"\})? [0-9.e+-]+', line) for line in samples), samples
+    assert api.metric("vllm:num_requests_running") == api.metric("vllm:num_requests_waiting") == 0
