@@ -183,7 +183,9 @@ class Scheduler(Generic[C]):
             if wanted.engine.spec.role != DRAFT:
                 request.stats.num_cached_tokens += wanted.num_rows - (rest.num_rows if rest else 0)
             request.next_pass = rest
-            if rest is None:
+            if rest is None and request.rest is not None:
+                request.next_pass, request.rest = request.rest, None
+            elif rest is None:
                 yield from self._resume(request, None)
 
     def _advance(self, request: Request[C], output: ForwardOutput | RoundOutcome) -> Iterator[Event[C]]:

@@ -205,8 +205,8 @@ class KVCache(Protocol):
 
 class Pass(NamedTuple):
     """A batch to score over one cache. output_read: whether the caller reads the output; otherwise it needs only the
-    rows that the pass appends to the cache. of_prompt: whether it is one of several passes over a long text that is
-    only read. Running texts do not wait long for these, whoever needs them."""
+    rows that the pass appends to the cache. of_prompt: whether it is one of a text that is only read.
+    Running texts do not wait long for these, whoever needs them."""
 
     engine: Engine
     batch: TokenBatch

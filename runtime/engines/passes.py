@@ -13,6 +13,7 @@ from ..sampling.softmax import Wanted
 from .base import Engine, EngineSpec, ForwardOutput, KVCache, Pass, TokenBatch, causal_mask
 from .rounds import Work
 
+PENDING = 8  # committed tokens that a draft reads as part of a round, at most: more are a text that is only read
 T = TypeVar("T")
 Passes = Generator[Pass, ForwardOutput, T]  # yields a pass, receives its output; returns T
 Works = Generator[Work, Any, T]  # the same, also with rounds and their outcomes
@@ -44,11 +45,10 @@ def prefill_passes(
     """Append committed text to a cache in chunks. Returns the output of the last pass, which holds the last token's
     row; None for empty text. The output may also be None when `output_read` is False. asked: of the softmax of that
     row."""
-    output, end, of_prompt = None, 0, False
+    output, end, of_prompt = None, 0, len(token_ids) > PENDING
     while end < len(token_ids):
         chunk = token_ids[end : end + engine.spec.chunk_size(len(token_ids) - end)]
         end += len(chunk)
-        of_prompt |= end < len(token_ids)
         batch = causal_batch(engine.spec, chunk, cache.length, ranking_only, asked=asked)
         output = yield Pass(engine, batch, cache, output_read and end == len(token_ids), of_prompt)
         cache.commit(range(len(chunk)))

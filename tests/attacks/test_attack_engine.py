@@ -35,7 +35,7 @@ PANICKING = """
 import sys, time
 from pathlib import Path
 from draftwood.cli.main import main
-from draftwood.runtime.decoding import loop
+from draftwood.runtime.decoding import scheduler
 from draftwood.runtime.requests.engine_thread import EngineThread
 from draftwood.runtime.bundle.bundle import EngineBundle
 from draftwood.runtime.text.tokenizer import Tokenizer
@@ -63,7 +63,7 @@ held = flag.with_suffix(".held")  # while it exists, passes wait
 panicking(Tokenizer, "encode", "encode")
 panicking(Tokenizer, "decode", "decode")
 panicking(Tokenizer, "apply_chat_template", "template")
-panicking(loop, "select_joint", "outside")
+panicking(scheduler, "select_joint", "outside")
 panicking(EngineThread, "_record", "outside")
 opened = EngineBundle.open_engine
 

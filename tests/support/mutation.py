@@ -49,8 +49,8 @@ TESTS = {
         "test_verifier",
         "test_llm",
     ),
-    "runtime/decoding/scheduler.py": ("test_scheduler", "test_queueing", "test_async_llm"),
-    "runtime/decoding/loop.py": (
+    "runtime/decoding/queue.py": ("test_queue", "test_queueing", "test_async_llm"),
+    "runtime/decoding/scheduler.py": (
         "test_async_pool",
         "test_async_llm",
         "test_prompt_chunks",
@@ -66,7 +66,7 @@ TESTS = {
         "test_audit",
         "test_lossless",
     ),
-    "runtime/decoding/request_state.py": ("test_decoder", "test_room", "test_llm", *CONTROLLER, "test_lossless"),
+    "runtime/decoding/state.py": ("test_decoder", "test_room", "test_llm", *CONTROLLER, "test_lossless"),
     "runtime/decoding/round.py": ("test_decoder", "test_room", *EXPLAIN, *CONTROLLER, "test_llm"),
     "runtime/speculation/planning/cost.py": ("test_cost", *CONTROLLER, "test_profile", "test_planning"),
     "runtime/engines/shared/prefix.py": ("test_prefix", "test_async_prefix", "test_pool"),

@@ -49,6 +49,7 @@ class Model:
                 found.append(score(engine, BUSHY.batch(engine.spec, cache.length), cache).copy())
                 cache.commit([0, 2, 4])
             cache.close()
+            engine._idle.clear()
         with ThreadPoolExecutor(1) as pool:
             found.append(pool.submit(lambda: score(engine, BUSHY.batch(engine.spec, 0), engine.new_cache())).result())
         engine.close()
