@@ -59,7 +59,7 @@ class IncrementalDetokenizer:
         return self._end_bytes() + self._take(self._decode())
 
     def _end_character(self) -> str:
-        """The remaining text before a special token, behind which no earlier character continues."""
+        """The remaining text before a special token, after which no earlier character continues."""
         text = self.finish()
         self._set_context(self._context)
         self._prompt_end = ""
@@ -199,7 +199,7 @@ class StopChecker:
 
 class BegunStop:
     """How much of a stop string stands at the end of a text (Knuth, Morris and Pratt 1977). A letter of the text takes
-    a constant time, also behind a stop string that repeats itself."""
+    a constant time, also after a stop string that repeats itself."""
 
     def __init__(self, stop: str) -> None:
         self._stop, self._size = stop, 0

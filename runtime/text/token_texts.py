@@ -47,7 +47,7 @@ class Offsets:
 
     def __init__(self, texts: TokenTexts, prompt: Sequence[int], echo: str | None, skips: bool) -> None:
         """prompt: whose last character may end in the choice; with an echo it comes first in the choice. skips: special
-        tokens have no text behind the echo."""
+        tokens have no text after the echo."""
         self._texts, self._echo, self._skips = texts, echo or "", skips
         self._decoder = getincrementaldecoder("utf-8")("replace")
         self._place = 0
