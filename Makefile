@@ -98,12 +98,12 @@ examples: .venv/dev
 
 bench: .venv/dev $(BUNDLE)/manifest.json
 	$(PY) -m benchmarks.costs.host_time $(BUNDLE) --output benchmarks/results
-	$(PY) -m benchmarks.costs.bandwidth --output benchmarks/results
 	$(PY) -m benchmarks.papers.methods $(BUNDLE) --prompts $(PAIR)/held_out.jsonl --limit 16 --max-tokens 64 --output benchmarks/results
 
 # Needs no setup: any Python with torch will do, `PY=/path/to/python make gpu-check`.
 gpu-check:
 	PYTHONPATH=$(CURDIR)/src $(or $(wildcard $(PY)),python3) -m benchmarks.gpu.check $(if $(HALF),--half $(HALF))
 
+# Lines, result files and words by room, and the differences to the branch main of the upstream.
 size:
-	@git ls-files '*.py' | xargs wc -l | sort -n
+	@$(or $(wildcard $(PY)),python3) tests/support/size.py

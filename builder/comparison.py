@@ -120,8 +120,7 @@ def make(config: LlamaConfig, backend: Backend, precision: str, folder: Path, th
     capacity = CONTEXT + max(ROWS)
     spec = EngineSpec(TARGET, backend.name, backend.file, config, ROWS, capacity, precision, output_names(TARGET))
     form = FORMATS.get((backend.name, precision))
-    rounded = {} if form is None else random_codes(config, form)
-    weights = stored_as(RandomLayer(config), backend, precision, rounded)
+    weights = stored_as(RandomLayer(config), backend, precision, {} if form is None else random_codes(config, form))
     if backend.file == WEIGHTS:
         from .engines.native import write_weights
 

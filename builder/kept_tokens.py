@@ -14,6 +14,7 @@ from ..models.errors import ConfigError
 from ..models.fields import MOST
 from ..models.plain_files import lines_of, read_plain
 from ..runtime.text.tokenizer import Tokenizer
+from .distillation.state import GIVEN, WrittenText
 
 MOST_TEXT = 64 << 20  # bytes: some 15 million tokens, which take about a minute
 PIECE = 1 << 16  # characters that are tokenized at a time: the tokenizers library takes 256 bytes for each
@@ -30,26 +31,33 @@ def most_frequent(
     ASCII characters first: a BPE vocabulary lists its tokens in the order of their merges, the most frequent first.
     Raises ConfigError for a count that the vocabulary does not have, or that leaves no room for the special tokens.
     """
-    vocabulary = {index: token for token, index in tokenizer.vocabulary().items() if index < vocab_size}
     most = min(MOST["draft_vocab_size"], vocab_size - 1)
-    special = {index for index in (*tokenizer.special_token_ids, *always) if 0 <= index < vocab_size}
     if count > most:
         raise ConfigError(
             f"--draft-vocabulary {count} is too many: of the {vocab_size} tokens of the draft at most {most} can be "
             "kept; ask for fewer, or leave it out to keep all"
         )
-    if count <= len(special):
-        raise ConfigError(
-            f"--draft-vocabulary {count} leaves no room for other tokens beside the {len(special)} special ones: ask "
-            f"for at least {len(special) + 1}"
-        )
     frequency = np.zeros(vocab_size, np.int64) if text is None else frequencies(tokenizer, vocab_size, text)
-    characters = {index for index, token in vocabulary.items() if is_ascii_character(token)}
+    has_token, is_character = np.zeros((2, vocab_size), np.bool_)
+    for token, index in tokenizer.vocabulary().items():
+        if index < vocab_size:
+            has_token[index], is_character[index] = True, is_ascii_character(token)
+    order = np.lexsort((~is_character, -frequency, ~has_token))
+    return kept_tokens(order, count, {*tokenizer.special_token_ids, *always}, "--draft-vocabulary")
 
-    def order(index: int) -> tuple[bool, bool, int, bool, int]:
-        return index not in special, index not in vocabulary, -int(frequency[index]), index not in characters, index
 
-    return np.array(sorted(sorted(range(vocab_size), key=order)[:count]), np.int64)
+def kept_tokens(order: NDArray[np.int64], size: int, always: Iterable[int], option: str) -> NDArray[np.int64]:
+    """The ids of the first `size` tokens in an order, ascending. always: special tokens and those that end a text,
+    which come first. Raises ConfigError where `size` has no room for others than those of `always`. option: that asks
+    for the size."""
+    special = np.intersect1d(order, np.fromiter(always, np.int64))
+    if len(special) >= size:
+        raise ConfigError(
+            f"{option} {size} leaves no room for other tokens beside the {len(special)} special ones: ask for at least "
+            f"{len(special) + 1}"
+        )
+    others = order[~np.isin(order, special)][: size - len(special)]
+    return np.sort(np.concatenate((special, others)))
 
 
 def is_ascii_character(token: str) -> bool:
@@ -104,3 +112,19 @@ def pieces(texts: Iterable[str]) -> Iterator[str]:
                 end = text.rfind("\n", start, end) + 1 or end
             yield text[start:end]
             start = end
+
+
+def expected_counts(texts: Iterable[WrittenText], vocab_size: int) -> NDArray[np.float64]:
+    """How often the target writes each token [V]: the sum of its recorded probabilities, which is less noisy than the
+    counts of written tokens, and above 0 for tokens that were probable but not drawn."""
+    counts = np.zeros(vocab_size)
+    for text in texts:
+        own = text.kinds != GIVEN
+        weights = np.exp(text.logprobs[own].astype(np.float64))
+        counts += np.bincount(text.ids[own].ravel().astype(np.int64), weights.ravel(), vocab_size)
+    return counts
+
+
+def offsets(kept: NDArray[np.int64]) -> NDArray[np.int64]:
+    """`d2t` [N] of a trimmed draft: the target's id of output i is i + d2t[i]."""
+    return kept - np.arange(len(kept))

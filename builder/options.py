@@ -11,7 +11,9 @@ from ..models.errors import ConfigError, EngineError, nearest
 from ..runtime.bundle.checks import MOST_BATCH, MOST_ROWS
 from ..runtime.engines.backends import BACKENDS, COMPILED
 from .engines.plan import CompileOptions
+from .setting import setting
 
+TENSORRT = "TensorRT"  # the group of the options for its plans
 FINE_WIDTHS = 16  # backends that do not pad get every width up to this one
 STORED_BITS = {"fp32": 32, "fp16": 16, "bf16": 16, **BITS}  # of a weight, by precision
 SPECULATIVE_PASSES = 4  # a cache has slots for this many of the widest passes after the longest text
@@ -25,49 +27,62 @@ class SelfDraft(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class BuildOptions:
-    """The options of a build. Raises ConfigError for options that this release does not support.
+    """The options of a build. Raises ConfigError for options that this release does not support."""
 
-    backend: one of BACKENDS; the command line's default asks `choose_backend`.
-    target, draft: Hugging Face folders or GGUF files. A draft may also be a SelfDraft, or None for a bundle that
-    decodes plainly or by prompt lookup. output: the bundle's folder. max_length: most tokens of prompt and output; None
-    takes the length for which both models were trained, up to 8192. widths: allowed numbers of rows of a pass.
-    max_batch: most requests that share a pass of a TensorRT plan, which has caches for this many; the CPU backends have
-    no such limit. acceptance_head: output folder of draftwood train-head; its head becomes part of the draft's graph.
-    draft_backend, draft_precision: None takes the target's, with one exception. A native draft is int8 if its matrices
-    divide into blocks, and so is the draft of an int4 target: 8 bits cost no acceptance; 4 bits do and save no time.
-    lora, draft_lora: folders of LoRA adapters (PEFT), which are merged into the models. Each of these four may be an id
-    of the Hugging Face Hub instead (checkpoints/hub.py).
-    draft_vocabulary: how many tokens the draft predicts, the most frequent ones; None keeps all that it has.
-    draft_vocabulary_text: a text, or JSON lines, in which tokens are counted; None goes by the order of their ids.
-    cache_precision: of keys and values, one of Backend.caches; None takes the default.
-    calibration: a text whose first tokens the model reads while its matrices are rounded to native int4; None rounds
-    each weight by itself.
-    graphs: a folder for the ONNX graphs from which TensorRT's plans are compiled. The other options are only for the
-    TensorRT backends, too: see CompileOptions.
-    """
-
-    target: Path
-    draft: Path | SelfDraft | None
-    output: Path
-    backend: str = "onnxruntime"
-    precision: str | None = None  # None: the backend's first precision
-    draft_backend: str | None = None
-    draft_precision: str | None = None
-    max_length: int | None = None
-    widths: tuple[int, ...] = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64)
-    max_batch: int = 1
-    acceptance_head: Path | None = None
-    lora: Path | None = None
-    draft_lora: Path | None = None
-    draft_vocabulary: int | None = None
-    draft_vocabulary_text: Path | None = None
-    cache_precision: str | None = None
-    calibration: Path | None = None
-    compute_capability: tuple[str, ...] = ()
-    plugin: bool | None = None
-    workspace: int | None = None
-    timing_cache: Path | None = None
-    graphs: Path | None = None
+    target: Path  # Hugging Face folder, GGUF file, or id on the Hub, as `draft`, `lora` and `draft_lora` may be one
+    draft: Path | SelfDraft | None  # None: the bundle decodes plainly or by prompt lookup
+    output: Path  # the bundle's folder
+    backend: str = "onnxruntime"  # one of BACKENDS; the command line's default asks `choose_backend`
+    precision: str | None = setting(
+        None,  # the backend's first precision
+        "of the weights: int4, int8, bf16, fp16, fp32; TensorRT: fp8, too",
+        "int4 for files of 4 bits and fewer, else int8; TensorRT: fp16",
+        is_further=False,
+    )
+    max_length: int | None = setting(
+        None, "tokens of prompt and output together", "what both models support, up to 8192", is_further=False
+    )
+    lora: Path | None = setting(None, "LoRA folder (PEFT) to merge into the target")
+    draft_lora: Path | None = setting(None, "LoRA folder to merge into the draft")
+    draft_backend: str | None = setting(None, "of the draft", "the target's")
+    # 8 bits cost no acceptance; 4 bits do and save no time.
+    draft_precision: str | None = setting(
+        None, "of the draft", "int8 if native or if the target is int4, else the target's"
+    )
+    draft_vocabulary: int | None = setting(
+        None, "let the draft predict the N most frequent tokens alone: its passes get cheaper"
+    )
+    draft_vocabulary_text: Path | None = setting(
+        None, "a text, or JSON lines, in which tokens are counted", "the order of their ids, which is BPE's"
+    )
+    widths: tuple[int, ...] = setting(
+        (1, 2, 4, 8, 12, 16, 24, 32, 48, 64),
+        "numbers of rows of a pass, separated by commas",
+        "1,2,4,8,12,16,24,32,48,64",
+    )
+    acceptance_head: Path | None = setting(None, "output folder of draftwood train-head")
+    cache_precision: str | None = setting(
+        None,
+        "native: of keys and values; int8 has a scale for each head and token",
+        "fp16, but fp32 beside weights in fp32",
+    )
+    calibration: Path | None = setting(
+        None,
+        "native int4: a text like those the model will read and write, whose first 8192 tokens are in view while "
+        "matrices are rounded: takes minutes, keeps more quality",
+    )
+    compute_capability: tuple[str, ...] = setting(
+        (), "GPUs to compile for, tensorrt-rtx only", "8.0 8.6 8.9 12.0", group=TENSORRT
+    )
+    plugin: bool | None = setting(
+        None, "attention by our kernel or by TensorRT's own", "ours where Triton is installed", group=TENSORRT
+    )
+    max_batch: int = setting(1, "most requests that share a pass; the plan has caches for this many", group=TENSORRT)
+    workspace: int | None = setting(None, "MiB of an engine's scratch memory at most", group=TENSORRT)
+    timing_cache: Path | None = setting(None, "file of measurements to reuse and extend, tensorrt only", group=TENSORRT)
+    graphs: Path | None = setting(
+        None, "folder to keep the ONNX graphs from which the plans were compiled", group=TENSORRT
+    )
 
     def __post_init__(self) -> None:
         if self.backend not in BACKENDS:

@@ -31,23 +31,21 @@ DRAFT_PAUSE = 5e-5  # the same between two passes of the draft
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """The engines of a bundle by role, opened with the settings of their later use. max_length: most tokens of prompt
-    and output. machine: see `fingerprint` of `bundle/costs.py`."""
+    """The engines of a bundle, opened with the settings of their later use."""
 
-    engines: Mapping[str, Engine]
-    max_length: int
-    machine: Mapping[str, str | int]
+    engines: Mapping[str, Engine]  # by role
+    max_length: int  # most tokens of prompt and output
+    machine: Mapping[str, str | int]  # see `fingerprint` of `bundle/costs.py`
 
 
 class Passes(NamedTuple):
-    """The measured passes of one engine after one context: for each of the widths the median seconds, and the spread of
-    the repeats (upper quartile / least), or that of the target's narrowest passes for a width that was measured once.
-    further: of a draft, the seconds of passes that follow another one of its passes."""
+    """The measured passes of one engine after one context, by width."""
 
     widths: tuple[int, ...]
-    seconds: tuple[float, ...]
+    seconds: tuple[float, ...]  # medians
+    # Upper quartile / least of the repeats; of the target's narrowest passes for a width that was measured once.
     spreads: tuple[float, ...]
-    further: tuple[float, ...] = ()
+    further: tuple[float, ...] = ()  # of a draft: seconds of passes that follow another one of its passes
 
 
 def thinned_out(widths: Sequence[int]) -> tuple[int, ...]:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ..models import errors
 from ..models.bindings import DRAFT, ROLES, TARGET
 from ..models.errors import BundleError, CheckpointError, ConfigError
 from ..models.layers import num_parameters
@@ -27,7 +27,7 @@ from ..runtime.bundle.staging import replaceable, staging_folder
 from ..runtime.engines.backends import BACKENDS
 from ..runtime.engines.base import EngineSpec
 from ..runtime.text.tokenizer import Tokenizer
-from .checkpoints.checkpoint import Checkpoint
+from .checkpoints.checkpoint import Checkpoint, check_same_tokens
 from .checkpoints.hub import ADAPTER, MODEL, local_folder
 from .engines.make import Source, engine_spec, make_engine
 from .engines.plan import check_compiler
@@ -37,10 +37,12 @@ from .progress import Begin, Step, remark
 from .quantization.formats import FORMATS, Quantized, QuantizedCheckpoint, Weights
 from .tokenizer import check_known, check_same_vocabulary
 
-if TYPE_CHECKING:  # its module imports torch, which takes seconds
+if TYPE_CHECKING:
     from ..models.acceptance_head import TrainedHead
 
 LONGEST = 8192  # default context where the models would allow more: rotary tables and masks grow with it
+# Drafts of this package, by layers, hidden size and intermediate size of their targets.
+KNOWN = {(30, 576, 1536): Path(errors.__file__).with_name("demo") / "smollm2"}
 
 
 def build(options: BuildOptions, begin: Begin) -> EngineBundle:
@@ -65,8 +67,8 @@ def build(options: BuildOptions, begin: Begin) -> EngineBundle:
         advance = begin(Step("Converting the tokenizer", 1))
         tokenizer = checkpoints[TARGET].write_tokenizer(staging)
         if isinstance(options.draft, Path):
-            with tempfile.TemporaryDirectory() as other:
-                check_same_vocabulary(tokenizer, checkpoints[DRAFT].write_tokenizer(Path(other)))
+            with checkpoints[DRAFT].tokenizer() as other:
+                check_same_vocabulary(tokenizer, other)
         advance()
         checkpoints = one_vocabulary(checkpoints, tokenizer, begin)
         if options.draft_vocabulary is not None:
@@ -242,3 +244,47 @@ def name_of(folder: Path) -> str:
     """A folder's own name, printable."""
     name = folder.name or folder.resolve().name
     return name if name.isprintable() else ascii(name)
+
+
+def suited(options: BuildOptions, has_draft: bool, begin: Begin) -> BuildOptions:
+    """The options with a precision and a draft that suit the target. has_draft: whether the user chose one, or none.
+    Raises CheckpointError."""
+    if has_draft and (options.precision is not None or BACKENDS[options.backend].is_compiled):
+        return options
+    options = replace(options, target=local_folder(options.target, MODEL, begin))
+    target = Checkpoint(options.target)
+    if options.precision is None and not BACKENDS[options.backend].is_compiled:
+        options = replace(options, precision=own_precision(target, options.backend, begin))
+    draft = None if has_draft else known_draft(target)
+    if draft is None:
+        return options
+    remark(begin, f"Taking the draft of this package, {draft.name}: --draft none builds without it")
+    return replace(options, draft=draft)
+
+
+def own_precision(target: Checkpoint, backend: str, begin: Begin) -> str:
+    """The integers nearest to what a file holds; the backend's first precision where matrices do not divide into
+    blocks. `begin` hears of weights that are rounded."""
+    bits, precisions = target.stored_bits(), BACKENDS[backend].precisions
+    precision = "int4" if bits == 4 else "int8"
+    try:
+        QuantizedCheckpoint(target, FORMATS[backend, precision])
+    except ConfigError:
+        return precisions[0]
+    if bits > 8:
+        kept = "bf16" if bits == 16 and "bf16" in precisions else precisions[0]
+        remark(begin, f"Rounding weights of {bits} bits to int8: --precision {kept} keeps them, and is slower")
+    return precision
+
+
+def known_draft(target: Checkpoint) -> Path | None:
+    """A draft of this package for this target; None if there is none, or if their tokenizers differ."""
+    config = target.config
+    draft = KNOWN.get((config.num_layers, config.hidden_size, config.intermediate_size))
+    if draft is None:
+        return None
+    try:
+        check_same_tokens(target, Checkpoint(draft))
+    except CheckpointError:
+        return None
+    return draft

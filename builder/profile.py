@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from statistics import median
+from time import perf_counter
 
 from ..models.bindings import DRAFT, TARGET
 from ..models.errors import ConfigError
+from ..runtime.decoding.decoder import SpeculativeDecoder
+from ..runtime.decoding.stats import SpecDecodeStats
 from ..runtime.engines.backends import describe_backend
-from ..runtime.speculation.planning.cost import CostModel, PassCosts
-from .host_times import BRIEF_ROUNDS, BRIEF_TURNS, ROUNDS, TURNS, measure_host, units
+from ..runtime.sampling.params import SamplingParams
+from ..runtime.sampling.random import seeded_streams
+from ..runtime.sampling.sampler import Sampler
+from ..runtime.speculation.config import SpeculativeConfig
+from ..runtime.speculation.growers.kinds import LOOKUP
+from ..runtime.speculation.planning.cost import CostModel, HostCosts, PassCosts
 from .pass_times import Pair, interpolated, measure_after, thinned_out
 from .progress import Begin, Step
 
@@ -19,6 +26,11 @@ CONTEXTS = (64, 512, 1536)  # and the longest one of a bundle for longer texts
 LONGEST = 8192  # of the contexts that are measured unasked: its cache must fit beside the weights
 REPEATS = 9
 BRIEF_SECONDS = 2.0  # of a build, for the passes behind one context, and for the rounds that tell the host's time
+TEMPERATURES = (0.0, 1.0)
+TOKENS = (3, 15)  # of proposals whose rounds give the host's time per round and per token
+TURNS, ROUNDS = 5, 12  # of each kind of rounds
+BRIEF_TURNS, BRIEF_ROUNDS = 3, 6
+LOOKUPS = 24  # measured rounds with a prompt lookup in each turn
 
 
 def contexts_of(max_length: int) -> tuple[int, ...]:
@@ -82,3 +94,91 @@ def measure(
     draft = costs.get(DRAFT)
     again = None if draft is None else replace(draft, seconds=tuple(further))
     return CostModel(costs[TARGET], draft, greedy, sampled, pair.machine, median(spreads), further=again)
+
+
+def measure_host(
+    pair: Pair, turns: int, count: int, advance: Callable[[], None], seconds: float = math.inf
+) -> tuple[HostCosts, HostCosts]:
+    """Measure the time outside the engines at temperature 0 and above, per round and per proposed token, with a small
+    chain and a larger tree: most proposals are between these sizes. Both kinds of rounds and plain ones take turns: the
+    speed of the machine changes, and the plans compare them with each other. Medians over rounds, because an
+    interruption makes one of them much longer.
+    turns: of each kind. count: tokens of a turn. seconds: turns that would take longer are left out, but for the first:
+    beside passes that take so long, the host's time hardly counts."""
+    few, many = (min(size, pair.engines[TARGET].spec.max_width - 1) for size in TOKENS)
+    configs = (*proposing(pair, few, many), None)
+    rounds: dict[tuple[float, int], list[float]] = {}
+    kinds = len(TEMPERATURES) * len(configs)
+    start = perf_counter()
+    for turn in range(turns):
+        if turn and (perf_counter() - start) * (turn + 1) > seconds * turn:
+            for _ in range(units(turns - turn)):
+                advance()
+            break
+        for temperature in TEMPERATURES:
+            for index, config in enumerate(configs):
+                found = host_rounds(pair, config, temperature, turn, count, seconds / kinds)
+                rounds.setdefault((temperature, index), []).extend(found)
+                advance()
+
+    def costs(temperature: float) -> HostCosts:
+        small, large, plain = (median(rounds[temperature, index]) for index in range(3))
+        token = max(0.0, large - small) / max(1, many - few)
+        return HostCosts(plain, max(plain, small - few * token), token)
+
+    greedy, sampled = map(costs, TEMPERATURES)
+    return greedy, sampled
+
+
+def units(turns: int) -> int:
+    """How often `advance` is called in so many turns."""
+    return turns * len(TEMPERATURES) * (len(TOKENS) + 1)
+
+
+def proposing(pair: Pair, few: int, many: int) -> tuple[SpeculativeConfig, SpeculativeConfig]:
+    """Configurations that always propose few and many tokens."""
+    if DRAFT not in pair.engines:
+        shorter, longer = (
+            SpeculativeConfig(LOOKUP, lookup_ngram=1, lookup_len=size, budget="fixed") for size in (few, many)
+        )
+        return shorter, longer
+    frontier = min(4, pair.engines[DRAFT].spec.max_width)
+    line = SpeculativeConfig("chain", max_draft_len=few, budget="fixed")
+    tree = SpeculativeConfig(max_total_draft_tokens=many, max_draft_len=4, frontier_width=frontier, budget="fixed")
+    return line, tree
+
+
+def host_rounds(
+    pair: Pair,
+    config: SpeculativeConfig | None,
+    temperature: float,
+    turn: int,
+    count: int,
+    limit: float = math.inf,
+) -> list[float]:
+    """Host seconds of rounds with this configuration; None means plain rounds. Of a prompt lookup the first round
+    counts, whose prompt is a sequence of tokens that begins again. limit: seconds, after which two rounds suffice."""
+    decoder = SpeculativeDecoder(pair.engines[TARGET], pair.engines.get(DRAFT), config, pair.max_length, ())
+    vocab_size = pair.engines[TARGET].spec.model.vocab_size
+    given = 0 if config is None or config.drafts else config.max_given  # tokens of each lookup
+    found: list[float] = []
+    start = perf_counter()
+
+    def enough() -> bool:
+        return len(found) > 1 and perf_counter() - start > limit
+
+    for seed in range(turn * LOOKUPS, (turn + 1) * LOOKUPS) if given else [turn]:
+        if enough():
+            break
+        params = SamplingParams(max_tokens=max(count, given + 1), temperature=temperature, ignore_eos=True)
+        stats = SpecDecodeStats()
+        prompt = [seed % vocab_size]
+        if given:
+            prompt = [token % vocab_size for token in (*range(given + 1), 0)]
+        before = 0.0
+        for _ in decoder.generate(prompt, Sampler(params, prompt, (), vocab_size), seeded_streams(seed), stats):
+            found.append(stats.host_seconds - before)
+            before = stats.host_seconds
+            if given or enough():
+                break
+    return found

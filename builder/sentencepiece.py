@@ -28,16 +28,14 @@ class Piece(NamedTuple):
 
 
 class Pieces(NamedTuple):
-    """A SentencePiece model. unknown: index of the piece that stands for what has none. prefix: a space is put in front
-    of a text and, unless it is put there `once`, of what follows a special token. strip: of spaces that follow each
-    other one is kept, and none at both ends."""
+    """A SentencePiece model."""
 
     pieces: Sequence[Piece]
-    unknown: int
+    unknown: int  # index of the piece that stands for what has none
     unigram: bool = False
-    prefix: bool = True
-    strip: bool = False
-    once: bool = False
+    prefix: bool = True  # a space is put in front of a text, and of what follows a special token
+    strip: bool = False  # of spaces that follow each other one is kept, and none at both ends
+    once: bool = False  # the prefix is put in front of a text alone
 
 
 def read_sentencepiece(file: Path) -> Pieces:

@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
+from ..builder.setting import Setting
 from ..models import errors
 from ..models.bindings import TARGET
 from ..models.errors import RequestError
@@ -38,7 +39,8 @@ from ..runtime.speculation.planning.experience import Experience
 from ..runtime.text.tokenizer import Tokenizer
 from .files import check_writable, files_of, read, write
 from .live import costs_note
-from .options import Setting, add_engines, add_model, add_quiet, add_sampling, bundle_for, given, positive
+from .options import add_engines, add_model, add_quiet, add_sampling, bundle_for, given, positive
+from .streams import say
 
 NAME_WIDTH = 10  # columns of a terminal that a configuration's name has at least
 MAX_TOKENS = 96  # of a text, where nothing else is said
@@ -132,7 +134,7 @@ def costs_of(bundle: EngineBundle, target: Engine, draft: Engine | None, args: a
     measured, stale = stored_costs(bundle, args.provider, args.threads, args.draft_threads)
     if stale:
         console = Console(stderr=True, quiet=args.quiet)
-        console.print(f"── {costs_note(stale)}", markup=False, highlight=False, soft_wrap=True)
+        say(console, f"── {costs_note(stale)}")
     return measured or assumed_costs(target.spec, None if draft is None else draft.spec, args.provider)
 
 

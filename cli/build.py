@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
-from ..builder.options import BuildOptions, SelfDraft
+from ..builder.options import TENSORRT, BuildOptions, SelfDraft
 from ..builder.profile import BRIEF_SECONDS, brief_contexts
+from ..builder.setting import settings_of
 from ..models.config import LlamaConfig
-from ..models.errors import ConfigError, DraftwoodError, EngineError
+from ..models.errors import ConfigError, DraftwoodError
 from ..models.printable import shell_word
-from ..plugins.installation import install
 from ..runtime.bundle.bundle import EngineBundle
 from ..runtime.bundle.cache import NONE, SELF, Model, building, folder_of
 from ..runtime.engines.backends import AUTO, BACKENDS, NATIVE, choose_backend
@@ -29,51 +27,17 @@ from .options import (
     HIDDEN,
     PROVIDER,
     THREADS,
-    Setting,
     add_quiet,
     add_settings,
     flag,
     folder_or_id,
     given,
+    needed_packages,
     read_options,
 )
 from .profile import compare_layers, profile
 from .progress import progress
-
-OPTIONS = {
-    "precision": Setting(
-        "of the weights: int4, int8, bf16, fp16, fp32; TensorRT: fp8, too",
-        False,
-        "int4 for files of 4 bits and fewer, else int8; TensorRT: fp16",
-    ),
-    "max_length": Setting("tokens of prompt and output together", False, "what both models support, up to 8192"),
-    "lora": Setting("LoRA folder (PEFT) to merge into the target"),
-    "draft_lora": Setting("LoRA folder to merge into the draft"),
-    "draft_backend": Setting("of the draft", default="the target's"),
-    "draft_precision": Setting("of the draft", default="int8 if native or if the target is int4, else the target's"),
-    "draft_vocabulary": Setting("let the draft predict the N most frequent tokens alone: its passes get cheaper"),
-    "draft_vocabulary_text": Setting(
-        "a text, or JSON lines, in which tokens are counted", default="the order of their ids, which is BPE's"
-    ),
-    "widths": Setting("numbers of rows of a pass, separated by commas", default="1,2,4,8,12,16,24,32,48,64"),
-    "acceptance_head": Setting("output folder of draftwood train-head"),
-    "cache_precision": Setting(
-        "native: of keys and values; int8 has a scale for each head and token",
-        default="fp16, but fp32 beside weights in fp32",
-    ),
-    "calibration": Setting(
-        "native int4: a text like those the model will read and write, whose first 8192 tokens are in view while "
-        "matrices are rounded: takes minutes, keeps more quality"
-    ),
-}
-TENSORRT = {
-    "compute_capability": Setting("GPUs to compile for, tensorrt-rtx only", default="8.0 8.6 8.9 12.0"),
-    "plugin": Setting("attention by our kernel or by TensorRT's own", default="ours where Triton is installed"),
-    "max_batch": Setting("most requests that share a pass; the plan has caches for this many"),
-    "workspace": Setting("MiB of an engine's scratch memory at most"),
-    "timing_cache": Setting("file of measurements to reuse and extend, tensorrt only"),
-    "graphs": Setting("folder to keep the ONNX graphs from which the plans were compiled"),
-}
+from .streams import say
 
 
 def add_parser(commands: Any) -> None:
@@ -88,8 +52,8 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("--output", type=Path, metavar="BUNDLE", help="folder to write (default: one in the cache)")
     parser.add_argument("--json", action="store_true", help="one JSON object with the bundle's folder, or the error")
     add_quiet(parser)
-    add_settings(parser, "models", BuildOptions, OPTIONS)
-    add_settings(parser, "TensorRT", BuildOptions, TENSORRT)
+    add_settings(parser, "models", BuildOptions)
+    add_settings(parser, TENSORRT, BuildOptions, settings_of(BuildOptions, TENSORRT))
     group = parser.add_argument_group(FURTHER + "machine")
     words = (
         f"of the engines: {', '.join(BACKENDS)}, or {AUTO} (default): native, kernels compiled for this processor, if "
@@ -127,7 +91,7 @@ def run(args: argparse.Namespace) -> int:
 def cached(args: argparse.Namespace, console: Console) -> Path:
     """The folder in the cache, where the bundle is built unless it is there. Raises ConfigError for options by which
     the cache does not know bundles."""
-    with progress(console) as begin, needed_packages():
+    with progress(console) as begin, needed_packages("building"):
         from ..builder.checkpoints.hub import MODEL, local_folder
 
         unusual = set(given(args, BuildOptions)) - {*Model._fields, "target", "output"}
@@ -148,14 +112,14 @@ def cached(args: argparse.Namespace, console: Console) -> Path:
     with building(folder, waits) as needed:
         if needed:
             words = f"Building a bundle of {asked}, once: it is kept in {folder}"
-            console.print(words, markup=False, highlight=False, soft_wrap=True)
+            say(console, words)
             built(args, console)
     return folder
 
 
 def built(args: argparse.Namespace, console: Console) -> Path:
     """The folder of the bundle that was built."""
-    with needed_packages():
+    with needed_packages("building"):
         choice = (
             choose_backend(lambda: compare_usual(str(getattr(args, "precision", "")))) if args.backend == AUTO else None
         )
@@ -167,10 +131,9 @@ def built(args: argparse.Namespace, console: Console) -> Path:
         elif draft == NONE:
             args.draft = None
         options = read_options(args, BuildOptions)  # invalid options are refused before torch is imported
-        from ..builder.pipeline import build
-        from ..builder.suited import suited
+        from ..builder.pipeline import build, suited
     if choice is not None:
-        console.print(f"Backend {choice.backend}: {choice.reason}", markup=False, highlight=False, soft_wrap=True)
+        say(console, f"Backend {choice.backend}: {choice.reason}")
     with progress(console) as begin:
         bundle = build(suited(options, has_draft, begin), begin)
     if args.profile:
@@ -178,21 +141,11 @@ def built(args: argparse.Namespace, console: Console) -> Path:
             contexts = brief_contexts(bundle.manifest.max_length)
             profile(bundle, THREADS, DRAFT_THREADS, PROVIDER, contexts, console, BRIEF_SECONDS)
         except DraftwoodError as error:  # the bundle is complete, and may be intended for another machine
-            console.print(f"Costs were not measured: {error}", markup=False, highlight=False, soft_wrap=True)
+            say(console, f"Costs were not measured: {error}")
     if not console.stderr:
         console.print(describe(bundle))
-        console.print(next_step(bundle), markup=False, highlight=False, soft_wrap=True)
+        say(console, next_step(bundle))
     return bundle.folder
-
-
-@contextmanager
-def needed_packages() -> Iterator[None]:
-    """Where the packages of a build are imported, so that the other commands need neither torch nor onnx. Raises
-    EngineError if they are not installed."""
-    try:
-        yield
-    except ModuleNotFoundError as error:
-        raise EngineError(f"building needs {error.name}: {install('build', 'cpu')}") from error
 
 
 def next_step(bundle: EngineBundle) -> str:

@@ -17,6 +17,7 @@ from ..models.errors import RequestError, nearest
 from ..models.printable import printable
 from ..runtime.bundle.bundle import MANIFEST
 from ..runtime.bundle.cache import building, cached_bundles
+from .streams import say
 
 
 def add_parser(commands: Any) -> None:
@@ -38,7 +39,7 @@ def run(args: argparse.Namespace) -> int:
         with building(folder / "removed", lambda: None):  # what another process builds now is not left over
             for name in removed:
                 shutil.rmtree(found[name])
-        console.print(f"Removed {', '.join(removed)}", markup=False, highlight=False, soft_wrap=True)
+        say(console, f"Removed {', '.join(removed)}")
         return 0
     table = Table("bundle", "MB", "built", box=box.SIMPLE, pad_edge=False)
     for name, path in bundles.items():
@@ -47,9 +48,7 @@ def run(args: argparse.Namespace) -> int:
     if bundles:
         console.print(table)
     total = sum(map(size, bundles.values()))
-    console.print(
-        f"{len(bundles)} bundles, {total / 1e6:.0f} MB, in {folder}", markup=False, highlight=False, soft_wrap=True
-    )
+    say(console, f"{len(bundles)} bundles, {total / 1e6:.0f} MB, in {folder}")
     return 0
 
 

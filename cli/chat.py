@@ -22,7 +22,7 @@ from .line_editor import LineEditor
 from .live import PROMPT, costs_note, open_view, running
 from .options import add_decoding, add_model, add_sampling, bundle_for, given, speculative, valid_text
 from .progress import warm_up
-from .streams import standard_input
+from .streams import say, standard_input
 
 PROMPT_SIGN = "> "
 LONGEST_LINE = 1 << 24  # characters; a chat template writes no longer conversation
@@ -182,8 +182,8 @@ def outcome(session: ChatSession) -> str:
 def note(console: Console, text: str) -> None:
     """Lines that are no part of the conversation."""
     for line in printable(text).split("\n"):
-        console.print(f"── {line}", style=PROMPT, markup=False, highlight=False, soft_wrap=True)
+        say(console, f"── {line}", PROMPT)
 
 
 def show_error(console: Console, error: DraftwoodError) -> None:
-    console.print(f"error: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
+    say(console, f"error: {error}", "red")

@@ -24,32 +24,38 @@ SPECULATION = "speculation"
 LARGEST_FILE = 16 << 20  # bytes of a conversation that is loaded; a chat template writes no longer one
 # Nothing of a conversation in a terminal shows log-probabilities, a schema is no word, and a message has one answer.
 UNSETTABLE = ("logits_processors", "logprobs", "structured", "logit_bias", "allowed_token_ids", "prompt_logprobs", "n")
+SETTABLE = {field.name: str(field.type) for field in fields(SamplingParams) if field.name not in UNSETTABLE}
+NUMBERS: dict[str, tuple[Callable[[str], Any], str]] = {  # readers of numbers by type, and what they read
+    "int": (int, "a whole number"),
+    "float": (float, "a number"),
+    "int | None": (int, "none or a whole number"),
+    "tuple[int, ...]": (lambda text: tuple(map(int, text.split(","))), "none or token ids separated by commas"),
+}
 
 
 @dataclass
 class ChatState:
-    """What commands read and change. can_speculate: whether the draft is open."""
+    """What commands read and change."""
 
     session: ChatSession
     params: SamplingParams
     speculative: Speculation
-    can_speculate: bool
+    can_speculate: bool  # the draft is open
 
 
 class Reply(NamedTuple):
-    """What follows a command: `said` is shown; `retries`: the last message is answered again; `leaves`: the
-    conversation ends."""
+    """What follows a command."""
 
     said: str = ""
-    retries: bool = False
-    leaves: bool = False
+    retries: bool = False  # the last message is answered again
+    leaves: bool = False  # the conversation ends
 
 
 class Command(NamedTuple):
-    """One command. arguments: for /help; empty if it takes none."""
+    """One command."""
 
-    run: Callable[[ChatState, str], Reply]
-    arguments: str
+    run: Callable[[ChatState, str], str | Reply]  # with its argument; a text is what it says
+    arguments: str  # for /help; empty if it takes none
     help: str
 
 
@@ -58,64 +64,58 @@ def run_command(state: ChatState, line: str) -> Reply:
     name, _, argument = line[1:].partition(" ")
     argument = argument.strip()
     if name not in COMMANDS:
-        near = "".join(f"did you mean /{close}? " for close in get_close_matches(name, COMMANDS, 1))
+        near = near_to(name, COMMANDS, "/")
         raise RequestError(f"/{name:.100} is no command: {near}/help lists all; a message that begins so is written //")
     command = COMMANDS[name]
     if argument and not command.arguments:
         raise RequestError(f"/{name} takes no argument, and nothing was done: write /{name}")
-    return command.run(state, argument)
+    reply = command.run(state, argument)
+    return reply if isinstance(reply, Reply) else Reply(reply)
 
 
-def set_value(state: ChatState, argument: str) -> Reply:
-    """`/set`, `/set NAME VALUE`."""
+def near_to(name: str, names: Any, prefix: str = "") -> str:
+    """A question for the name that may be meant."""
+    return "".join(f"did you mean {prefix}{close}? " for close in get_close_matches(name, names, 1))
+
+
+def set_value(state: ChatState, argument: str) -> str:
     name, _, text = argument.partition(" ")
     text = text.strip()
     if not name:
-        return Reply(settings(state))
+        lines = [f"{each} {written(getattr(state.params, each))}" for each in SETTABLE]
+        return "\n".join([*lines, f"{SPECULATION} {'off' if state.speculative is None else 'on'}"])
     if name == SPECULATION:
         wanted = on_or_off(name, text)
         if wanted and not state.can_speculate:
             raise RequestError("the draft was not opened: start draftwood chat without --no-speculation")
         state.speculative = "own" if wanted else None
-        return Reply(f"speculation {'on' if wanted else 'off'}")
-    if name not in settable():
-        near = "".join(f"did you mean {close}? " for close in get_close_matches(name, [*settable(), SPECULATION], 1))
+        return f"speculation {'on' if wanted else 'off'}"
+    if name not in SETTABLE:
+        near = near_to(name, [*SETTABLE, SPECULATION])
         raise RequestError(f"{name:.100} cannot be set: {near}/set alone lists what can")
-    state.params = replace(state.params, **{name: READERS[settable()[name]](name, text)})
-    return Reply(f"{name} {written(getattr(state.params, name))}")
+    state.params = replace(state.params, **{name: value_of(name, SETTABLE[name], text)})
+    return f"{name} {written(getattr(state.params, name))}"
 
 
-def settings(state: ChatState) -> str:
-    """All settings and their values, one per line."""
-    lines = [f"{name} {written(getattr(state.params, name))}" for name in settable()]
-    return "\n".join([*lines, f"{SPECULATION} {'off' if state.speculative is None else 'on'}"])
-
-
-def settable() -> dict[str, str]:
-    """Each sampling parameter that /set changes, with its type."""
-    return {field.name: str(field.type) for field in fields(SamplingParams) if field.name not in UNSETTABLE}
+def value_of(name: str, kind: str, text: str) -> Any:
+    """The value that a text stands for. kind: the type of the parameter. Raises RequestError."""
+    if kind == "bool":
+        return on_or_off(name, text)
+    if text == "none" and kind not in ("int", "float"):
+        return None
+    if kind == "Sequence[str]":
+        return stop_strings(name, text)
+    read, expected = NUMBERS[kind]
+    try:
+        return read(text)
+    except ValueError as error:
+        raise RequestError(f"{name} is {expected}, not {shown(text)}") from error
 
 
 def on_or_off(name: str, text: str) -> bool:
     if text not in ("on", "off"):
         raise RequestError(f"{name} is on or off, not {shown(text)}")
     return text == "on"
-
-
-def number(kind: Callable[[str], Any], expected: str) -> Callable[[str, str], Any]:
-    """A reader of one type of number. expected: this type in words."""
-
-    def read(name: str, text: str) -> Any:
-        try:
-            return kind(text)
-        except ValueError as error:
-            raise RequestError(f"{name} is {expected}, not {shown(text)}") from error
-
-    return read
-
-
-def or_none(read: Callable[[str, str], Any]) -> Callable[[str, str], Any]:
-    return lambda name, text: None if text == "none" else read(name, text)
 
 
 def stop_strings(name: str, text: str) -> tuple[str, ...]:
@@ -129,20 +129,6 @@ def stop_strings(name: str, text: str) -> tuple[str, ...]:
     return tuple(value) if isinstance(value, list) else (value,)
 
 
-def token_ids(text: str) -> tuple[int, ...]:
-    return tuple(int(item) for item in text.split(","))
-
-
-READERS: dict[str, Callable[[str, str], Any]] = {
-    "int": number(int, "a whole number"),
-    "float": number(float, "a number"),
-    "int | None": or_none(number(int, "none or a whole number")),
-    "bool": on_or_off,
-    "Sequence[str]": or_none(stop_strings),
-    "tuple[int, ...]": or_none(number(token_ids, "none or token ids separated by commas")),
-}
-
-
 def written(value: object) -> str:
     """A value as /set takes it."""
     if isinstance(value, bool):
@@ -154,17 +140,14 @@ def written(value: object) -> str:
     return str(value)
 
 
-def show_stats(state: ChatState, argument: str) -> Reply:
-    """`/stats`."""
+def show_stats(state: ChatState, argument: str) -> str:
     session = state.session
     if not session.num_prompt_tokens:
-        return Reply("no answer yet")
+        return "no answer yet"
     lines = [f"all answers: {figures(session.stats, session.num_prompt_tokens)}"]
     if session.last is not None:
         lines.insert(0, f"last answer: {figures(session.last.stats, len(session.last.prompt_token_ids))}")
-    if session.num_left_out:
-        lines.append(left_out(session.num_left_out))
-    return Reply("\n".join(lines))
+    return "\n".join([*lines, *([left_out(session.num_left_out)] if session.num_left_out else [])])
 
 
 def figures(stats: SpecDecodeStats, num_prompt_tokens: int) -> str:
@@ -177,34 +160,25 @@ def left_out(count: int) -> str:
     return f"the context is full: {turns} left out of what the model reads (/save keeps all, /reset begins anew)"
 
 
-def set_system(state: ChatState, argument: str) -> Reply:
-    """`/system`, `/system TEXT`."""
+def set_system(state: ChatState, argument: str) -> str:
     state.session.system = argument or None
-    return Reply("the system message applies from the next answer on" if argument else "no system message any more")
+    return "the system message applies from the next answer on" if argument else "no system message any more"
 
 
-def undo(state: ChatState, argument: str) -> Reply:
-    """`/undo`."""
+def undo(state: ChatState, argument: str) -> str:
     turn = state.session.undo()
     if turn is None:
         raise RequestError("there is nothing to undo: the conversation has no turns")
-    return Reply(f"removed your message {shown(turn.user)} and its answer")
+    return f"removed your message {shown(turn.user)} and its answer"
 
 
-def retry(state: ChatState, argument: str) -> Reply:
-    """`/retry`."""
-    return Reply(retries=True)
-
-
-def reset(state: ChatState, argument: str) -> Reply:
-    """`/reset`."""
+def reset(state: ChatState, argument: str) -> str:
     state.session.reset()
-    kept = "" if state.session.system is None else "; the system message stays"
-    return Reply(f"a new conversation{kept}")
+    return f"a new conversation{'' if state.session.system is None else '; the system message stays'}"
 
 
-def save(state: ChatState, argument: str) -> Reply:
-    """`/save FILE`, which keeps an existing file."""
+def save(state: ChatState, argument: str) -> str:
+    """Keeps an existing file."""
     try:
         return write_messages(state, argument, "/save", "x")
     except FileExistsError as error:
@@ -212,12 +186,7 @@ def save(state: ChatState, argument: str) -> Reply:
         raise RequestError(f"{argument} exists and was not changed: {fix}") from error
 
 
-def replace_file(state: ChatState, argument: str) -> Reply:
-    """`/save! FILE`."""
-    return write_messages(state, argument, "/save!", "w")
-
-
-def write_messages(state: ChatState, argument: str, command: str, mode: str) -> Reply:
+def write_messages(state: ChatState, argument: str, command: str = "/save!", mode: str = "w") -> str:
     """Write the conversation. mode: of `open`. Raises FileExistsError with mode "x"."""
     if not argument:
         raise RequestError(f"{command} needs the name of a file: write {command} conversation.json")
@@ -232,51 +201,42 @@ def write_messages(state: ChatState, argument: str, command: str, mode: str) -> 
         raise unwritable(file, command, error) from error
     except ValueError as error:  # a NUL in its name
         raise RequestError(f"{command} {shown(argument)} is no name of a file ({error}): choose another one") from error
-    return Reply(f"{'replaced' if existed else 'wrote'} {file}: {len(messages)} messages")
+    return f"{'replaced' if existed else 'wrote'} {file}: {len(messages)} messages"
 
 
-def load(state: ChatState, argument: str) -> Reply:
-    """`/load FILE`."""
+def load(state: ChatState, argument: str) -> str:
     if not argument:
         raise RequestError("/load needs the name of a file: write /load conversation.json")
     file = Path(os.path.expanduser(argument))
     try:
         messages = parse(read_plain(file, LARGEST_FILE).decode("utf-8-sig"))
-    except OSError as error:
-        raise RequestError(f"/load {file} cannot be read ({error.strerror}): give a file of /save") from error
-    except ValueError as error:  # also a NUL in its name
-        raise RequestError(f"/load {file} cannot be read ({error}): give a file of /save") from error
+    except (OSError, ValueError) as error:  # ValueError: also a NUL in its name
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise RequestError(f"/load {file} cannot be read ({reason}): give a file of /save") from error
     state.session.load(messages)
     system = "no system message" if state.session.system is None else "its system message"
-    return Reply(f"loaded {file}: {len(messages)} messages, with {system}, in the place of the conversation before")
+    return f"loaded {file}: {len(messages)} messages, with {system}, in the place of the conversation before"
 
 
-def show_help(state: ChatState, argument: str) -> Reply:
-    """`/help`."""
+def show_help(state: ChatState, argument: str) -> str:
     width = max(len(f"/{name} {command.arguments}") for name, command in COMMANDS.items())
     lines = [f"{f'/{name} {command.arguments}':{width}}  {command.help}" for name, command in COMMANDS.items()]
-    return Reply("\n".join([*lines, *KEYS]))
+    return "\n".join([*lines, *KEYS])
 
 
-def leave(state: ChatState, argument: str) -> Reply:
-    """`/quit`."""
-    return Reply(leaves=True)
-
-
+RETRY_HELP = "answer the last message again; at temperature 0 or with a seed the answer is the same"
 COMMANDS = {
     "set": Command(set_value, "NAME VALUE", "change a sampling parameter, or speculation on or off; alone: list all"),
     "stats": Command(show_stats, "", "speed, acceptance and cached prompt tokens: of the last answer, and of all"),
     "system": Command(set_system, "TEXT", "set the system message; without a text: remove it"),
     "undo": Command(undo, "", "remove the last message and its answer"),
-    "retry": Command(
-        retry, "", "answer the last message again; at temperature 0 or with a seed the answer is the same"
-    ),
+    "retry": Command(lambda state, argument: Reply(retries=True), "", RETRY_HELP),
     "reset": Command(reset, "", "begin a new conversation; the system message and the settings stay"),
     "save": Command(save, "FILE", "write the messages as JSON; never replaces a file"),
-    "save!": Command(replace_file, "FILE", "the same, replacing the file"),
+    "save!": Command(write_messages, "FILE", "the same, replacing the file"),
     "load": Command(load, "FILE", "go on with the conversation in a file of /save, in the place of this one"),
     "help": Command(show_help, "", "this list"),
-    "quit": Command(leave, "", "leave, as ctrl-D does"),
+    "quit": Command(lambda state, argument: Reply(leaves=True), "", "leave, as ctrl-D does"),
 }
 KEYS = (
     "Ctrl-C stops an answer; what was written of it stays in the conversation. Ctrl-C again leaves.",

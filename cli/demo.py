@@ -33,16 +33,15 @@ CODE = (
 
 
 class Demo(NamedTuple):
-    """bundle: its usual folder. build, bench: options of these commands. option: of generate, before a text. texts:
-    with their temperatures. configurations: to be compared. sizes: layers and hidden size of the target."""
+    """A pair, and what is shown of it."""
 
-    bundle: Path
-    build: tuple[str, ...]
-    option: str
-    texts: tuple[tuple[str, str], ...]
-    bench: tuple[str, ...]
-    configurations: str
-    sizes: tuple[int, int]
+    bundle: Path  # its usual folder
+    build: tuple[str, ...]  # options of the command
+    option: str  # of generate, before a text
+    texts: tuple[tuple[str, str], ...]  # with their temperatures
+    bench: tuple[str, ...]  # options of the command
+    configurations: str  # to be compared
+    sizes: tuple[int, int]  # layers and hidden size of the target
 
 
 def add_parser(commands: Any) -> None:

@@ -12,38 +12,17 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TimeRemainingColumn
 
 from ..builder.distillation.options import WORTH_MINUTES, DistillOptions
-from ..models.errors import EngineError
 from ..models.printable import shell_word
-from ..plugins.installation import install
 from .bench import read_prompts
-from .options import HIDDEN, Setting, add_settings, folder_or_id, read_options
+from .options import HIDDEN, add_settings, folder_or_id, needed_packages, read_options
 from .progress import titles
+from .streams import say
 
 if TYPE_CHECKING:
-    from ..builder.distillation.acceptance import Acceptance
+    from ..builder.distillation.loss import Acceptance
     from ..builder.distillation.text import TextCounts
     from ..builder.distillation.training import Progress as TrainingProgress
     from ..builder.progress import Step
-
-
-OPTIONS = {
-    "text_minutes": Setting("the part of the minutes in which the target writes", default="60 %%"),
-    "state": Setting("folder of texts and checkpoints", default="DRAFT.state"),
-    "layers": Setting("of the draft", default="2"),
-    "hidden": Setting("hidden size", default="about 0.45 of the target's"),
-    "heads": Setting("attention heads", default="hidden size / head size"),
-    "kv_heads": Setting("heads of keys and values", default="half of the heads"),
-    "head_dim": Setting("size of a head", default="64"),
-    "intermediate": Setting("feed-forward size", default="three times the hidden size"),
-    "vocabulary": Setting("tokens that the draft writes, the most frequent ones of the text", default="8192"),
-    "requests": Setting("texts written at a time"),
-    "context": Setting("tokens of a training sequence"),
-    "batch": Setting("sequences of a training step"),
-    "threads": Setting("of the engine and of torch; 0 chooses"),
-    "learning_rate": Setting("at its highest"),
-    "seed": Setting("of the texts and of the training"),
-    "full_vocabulary": Setting("write the draft for programs that cannot load a trimmed one"),
-}
 
 
 def add_parser(commands: Any) -> None:
@@ -60,21 +39,17 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("--prompts", type=Path, metavar="FILE", help=words)
     words = "a draft of an earlier distillation for this target, with which the training begins; it has the sizes"
     parser.add_argument("--from", dest="start", type=Path, default=HIDDEN, metavar="OLDER_DRAFT", help=words)
-    add_settings(parser, "sizes and training", DistillOptions, OPTIONS)
+    add_settings(parser, "sizes and training", DistillOptions)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
-    # Imported here, so that the other commands need neither torch nor onnx.
-    try:
+    with needed_packages("distilling"):
         if args.prompts is not None:
             args.questions = tuple(read_prompts(args.prompts))
         options = read_options(args, DistillOptions)  # invalid options are refused before torch is imported
         from ..builder.distillation.distill import Watch, distill
-    except ModuleNotFoundError as error:
-        raise EngineError(f"distilling needs {error.name}: {install('build', 'cpu')}") from error
-
     console = Console(stderr=args.json)
     with Progress(titles(), BarColumn(), TimeRemainingColumn(elapsed_when_finished=True), console=console) as shown:
         bars = Bars(shown, options)
@@ -86,26 +61,22 @@ def run(args: argparse.Namespace) -> int:
         console.print(f"Only text was written, to {options.folder}: give more --minutes for training", markup=False)
         return 0
     acceptance = result.figures["acceptance"]
-    console.print(
+    say(
+        console,
         f"{result.figures['text_tokens']} tokens of text; estimated acceptance on held-out answers at temperature "
         + ", ".join(
             f"{name.removeprefix('acceptance_')}: {value}"
             for name, value in acceptance.items()
             if name.startswith("acceptance_") and value is not None
         ),
-        markup=False,
-        highlight=False,
-        soft_wrap=True,
     )
     if remark := judged(options, result.figures):
-        console.print(remark, markup=False, highlight=False, soft_wrap=True)
+        say(console, remark)
     console.print(f"Curve: {options.output / 'acceptance.svg'}", markup=False)
-    console.print(
+    say(
+        console,
         f"Next: draftwood build --target {shell_word(options.target)} --draft {shell_word(options.output)} "
         "--output BUNDLE",
-        markup=False,
-        highlight=False,
-        soft_wrap=True,
     )
     return 0
 
@@ -133,7 +104,7 @@ class Bars:
     def begin(self, step: Step) -> Callable[[], None]:
         """See `progress`."""
         if not step.units:
-            self._bars.console.print(step.title, markup=False, highlight=False, soft_wrap=True)
+            say(self._bars.console, step.title)
             return lambda: None
         task = self._bars.add_task(step.title, total=step.units)
         return lambda: self._bars.advance(task)
@@ -148,8 +119,7 @@ class Bars:
 
     def training(self, found: Acceptance, progress: TrainingProgress) -> None:
         """Show an estimate."""
-        known = [value for value in (found.top1, *found.overlaps) if value == value]
-        self._estimate = f", acceptance {' '.join(f'{value:.3f}' for value in known)}"
+        self._estimate = f", acceptance {' '.join(f'{value:.3f}' for value in found.known)}"
         figures = f"loss {found.loss:.3f}{self._estimate}"
         self._show("Training", figures, self._options.training_seconds, progress.seconds)
 

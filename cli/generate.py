@@ -33,7 +33,7 @@ from .options import (
     speculative,
     valid_text,
 )
-from .streams import read_input
+from .streams import read_input, say
 
 
 def add_parser(commands: Any) -> None:
@@ -79,7 +79,7 @@ def run(args: argparse.Namespace) -> int:
     with LLM(bundle, config, args.threads, args.draft_threads, args.provider) as llm:
         params = replace(llm.get_default_sampling_params(), **chosen)
         if llm.stale_costs:
-            notes.print(f"── {costs_note(llm.stale_costs)}", markup=False, highlight=False, soft_wrap=True)
+            say(notes, f"── {costs_note(llm.stale_costs)}")
         if args.chat is not None and not llm.tokenizer.has_chat_template:
             raise RequestError("this model has no chat template, which --chat needs: use --prompt")
         prompt = llm.encode(text) if args.chat is None else llm.encode_chat([{"role": "user", "content": args.chat}])
@@ -96,10 +96,10 @@ def run(args: argparse.Namespace) -> int:
                     token_ids += chunk.token_ids
                     view.show(chunk)
             stats = chunk.stats
-            notes.print(summary(stats), highlight=False, soft_wrap=True)
+            say(notes, summary(stats))
         if args.explain is not None:
             write(args.explain, "--explain", to_html(recorder.explanation(text, config, params, stats)))
-            notes.print(f"── {len(recorder.rounds)} rounds explained in {args.explain}", highlight=False, markup=False)
+            say(notes, f"── {len(recorder.rounds)} rounds explained in {args.explain}")
         report = audit_output(llm, prompt, params, token_ids) if args.audit else None
     if report is not None:
         fields["audit"] = report.to_dict()

@@ -31,6 +31,7 @@ from ..runtime.engines.compatibility import TensorRTPlan
 from ..runtime.inspection.machine import abilities, look_around
 from ..runtime.text.tokenizer import DEFAULT, read_templates
 from .options import DRAFT_THREADS, PROVIDER, THREADS, positive
+from .streams import say
 
 REQUESTS = 8  # whose memory is shown
 HERE, ELSEWHERE, ASSUMED = "measured here", "measured elsewhere", "assumed"
@@ -65,8 +66,8 @@ def run(args: argparse.Namespace) -> int:
             raise RequestError(f"{bundle.folder} has no chat template: its model completes texts")
         print(printable(template))
         return 0
-    attempt, requests = open_once if args.open else compare, args.requests or REQUESTS
-    trials = {role: attempt(bundle, role) for role in bundle.manifest.engines}
+    requests = args.requests or REQUESTS
+    trials = {role: attempt(bundle, role, args.open) for role in bundle.manifest.engines}
     costs = costs_of(bundle)
     if args.json:
         specs = bundle.manifest.engines
@@ -91,9 +92,9 @@ def run(args: argparse.Namespace) -> int:
         if trial.memory is not None:
             used = (f"{size / 1e6:.1f} MB {name.replace('_', ' ')}" for name, size in trial.memory.items())
             words += f" and takes {', '.join(used)}"
-        console.print(f"The {role} engine{words}.", markup=False, soft_wrap=True)
+        say(console, f"The {role} engine{words}.")
     if costs.differences:
-        console.print(f"Costs were {costs.source}: {', '.join(costs.differences)}.", markup=False, soft_wrap=True)
+        say(console, f"Costs were {costs.source}: {', '.join(costs.differences)}.")
     return 0
 
 
@@ -124,25 +125,19 @@ class Trial(NamedTuple):
     memory: dict[str, int] | None
 
 
-def compare(bundle: EngineBundle, role: str) -> Trial:
-    """Compare an engine with this machine without opening the engine."""
-    spec = bundle.manifest.engines[role]
-    backend, path = BACKENDS[spec.backend], bundle.folder / spec.file
+def attempt(bundle: EngineBundle, role: str, opens: bool) -> Trial:
+    """Open an engine, or compare it with this machine without opening it."""
+    spec, memory = bundle.manifest.engines[role], None
     try:
-        backend.check_file(path, spec)
-        backend.check_machine(spec.plan)
+        if opens:
+            engine = bundle.open_engine(role)
+            memory = getattr(engine, "memory", None)
+            engine.close()
+        else:
+            BACKENDS[spec.backend].check_file(bundle.folder / spec.file, spec)
+            BACKENDS[spec.backend].check_machine(spec.plan)
     except DraftwoodError as error:
         return Trial(str(error), None)
-    return Trial(None, None)
-
-
-def open_once(bundle: EngineBundle, role: str) -> Trial:
-    try:
-        engine = bundle.open_engine(role)
-    except DraftwoodError as error:
-        return Trial(str(error), None)
-    memory = getattr(engine, "memory", None)
-    engine.close()
     return Trial(None, None if memory is None else memory._asdict())
 
 

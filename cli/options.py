@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import MISSING, fields
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
-from ..models.errors import ConfigError
+from ..builder.setting import Setting, settings_of
+from ..models.errors import ConfigError, EngineError
+from ..plugins.installation import install
 from ..runtime.bundle.cache import Model, bundle_of
 from ..runtime.bundle.defaults import TEMPERATURE, TOP_P
 from ..runtime.decoding.prefill import MAX_PAUSE_MS
@@ -25,15 +28,6 @@ PROVIDER = "cpu"
 FURTHER = "further options, "  # how titles of groups begin that only --help-all shows
 HIDDEN = argparse.SUPPRESS  # a default that leaves the option out, so that the dataclass has its own
 T = TypeVar("T")
-
-
-class Setting(NamedTuple):
-    """An option for a field of a dataclass. is_further: shown by --help-all only. default: in words, where it is not
-    the dataclass's."""
-
-    help: str
-    is_further: bool = True
-    default: str = ""
 
 
 SAMPLING = {
@@ -117,12 +111,13 @@ READERS: dict[str, dict[str, Any]] = {  # how argparse reads a field, by its ann
 
 
 def add_settings(
-    parser: argparse.ArgumentParser, title: str, kind: Callable[..., Any], shown: Mapping[str, Setting]
+    parser: argparse.ArgumentParser, title: str, kind: Callable[..., Any], shown: Mapping[str, Setting] | None = None
 ) -> argparse._ArgumentGroup:
-    """Add options for fields of a dataclass, in two groups: those for everybody, which is returned, and others."""
+    """Add options for fields of a dataclass, in two groups: those for everybody, which is returned, and others. shown:
+    None for those of the fields themselves."""
     known = {field.name: field for field in fields(kind)}  # type: ignore[arg-type]
     groups = [parser.add_argument_group(start + title) for start in ("", FURTHER)]
-    for name, setting in shown.items():
+    for name, setting in (settings_of(kind) if shown is None else shown).items():
         default, annotation = setting.default or known[name].default, str(known[name].type)
         suffix = "" if default in (None, (), False, MISSING) else f" (default: {default})"
         reader = READERS.get(annotation) or READERS[annotation.removesuffix(" | None")]
@@ -139,6 +134,16 @@ def given(args: argparse.Namespace, kind: Callable[..., Any]) -> dict[str, Any]:
     """The given options that are fields of a dataclass."""
     names = {field.name for field in fields(kind)}  # type: ignore[arg-type]
     return {name: value for name, value in vars(args).items() if name in names}
+
+
+@contextmanager
+def needed_packages(purpose: str) -> Iterator[None]:
+    """Where the packages of a build are imported, so that other commands need neither torch nor onnx. Raises
+    EngineError if they are not installed."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        raise EngineError(f"{purpose} needs {error.name}: {install('build', 'cpu')}") from error
 
 
 def add_quiet(parser: argparse.ArgumentParser) -> None:

@@ -19,17 +19,17 @@ from ..builder.profile import CONTEXTS, LONGEST, measure
 from ..builder.progress import Begin, Step
 from ..models.bindings import DRAFT, TARGET
 from ..models.config import LlamaConfig
-from ..models.errors import DraftwoodError, EngineError
+from ..models.errors import DraftwoodError
 from ..models.printable import shell_word
-from ..plugins.installation import install
 from ..runtime.bundle.bundle import EngineBundle
 from ..runtime.bundle.costs import check_writable, fingerprint, write_costs
 from ..runtime.engines.backends import Backend, describe_backend
 from ..runtime.engines.base import Engine, EngineSpec
 from ..runtime.engines.comparison import Comparison
 from ..runtime.speculation.planning.cost import CostModel, PassCosts
-from .options import add_engines, add_model, add_quiet, bundle_for, integers
+from .options import add_engines, add_model, add_quiet, bundle_for, integers, needed_packages
 from .progress import progress
+from .streams import say
 
 # Upper quartile / least time of repeated passes: 1.10 to 1.25 on two idle cores (real-time priority), 1.46 to 9.7
 # beside eight busy processes (21 November 2026).
@@ -83,15 +83,13 @@ def profile(
         costs = replace(costs, compared=beside_rival(target.spec, threads, begin, console))
     write_costs(costs, bundle.folder)
     if costs.spread is not None and costs.spread > BUSY:
-        console.print(
+        say(
+            console,
             f"The machine was busy (repeated passes spread by a factor of {costs.spread:.1f}): run draftwood profile "
             f"{shell_word(bundle.folder)} again when it is not",
-            markup=False,
-            highlight=False,
-            soft_wrap=True,
         )
     elif costs.compared is not None and costs.compared.is_slower:
-        console.print(advice(costs.compared), markup=False, highlight=False, soft_wrap=True)
+        say(console, advice(costs.compared))
     return costs
 
 
@@ -116,19 +114,16 @@ def beside_rival(spec: EngineSpec, threads: int, begin: Begin, console: Console)
         compared = compare_layers(spec.model, backend, spec.precision, threads)
     except DraftwoodError as error:
         advance()
-        console.print(f"Not compared with {backend.rival}: {error}", markup=False, highlight=False, soft_wrap=True)
+        say(console, f"Not compared with {backend.rival}: {error}")
         return None
     advance()
     return compared
 
 
 def compare_layers(model: LlamaConfig, backend: Backend, precision: str, threads: int = 0) -> Comparison:
-    """See `builder/comparison.py`, which is imported here: only a build needs the packages that it imports. Raises
-    EngineError if they are not installed."""
-    try:
+    """See `builder/comparison.py`."""
+    with needed_packages("a comparison"):
         from ..builder.comparison import compare
-    except ModuleNotFoundError as error:
-        raise EngineError(f"{error.name} is not installed: {install('build', 'cpu')}") from error
     return compare(model, backend, precision, threads)
 
 

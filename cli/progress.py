@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn, track
 
+from .streams import say
+
 if TYPE_CHECKING:
     from ..builder.progress import Begin, Step
     from ..runtime import LLM
@@ -23,7 +25,7 @@ def progress(console: Console) -> Iterator[Begin]:
 
         def begin(step: Step) -> Callable[[], None]:
             if not step.units:
-                console.print(step.title, markup=False, highlight=False, soft_wrap=True)
+                say(console, step.title)
                 return lambda: None
             task = bars.add_task(step.title, total=step.units)
             return lambda: bars.advance(task)

@@ -9,11 +9,18 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any, TextIO, cast
 
+from rich.console import Console
+
 from ..models.errors import RequestError
 from ..models.printable import printable
 from ..runtime.bundle.staging import advice
 
 UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF)
+
+
+def say(console: Console, text: str, style: str = "") -> None:
+    """Print a text as it is: brackets are no markup, and a line has no end but its own."""
+    console.print(text, style=style, markup=False, highlight=False, soft_wrap=True)
 
 
 class LenientStream:

@@ -13,32 +13,13 @@ from rich.table import Table
 
 from ..builder.head.training import HeadResult, HeadTraining
 from ..models.bindings import ROLES
-from ..models.errors import EngineError
 from ..models.printable import shell_word
-from ..plugins.installation import install
 from .bench import read_prompts
-from .options import FURTHER, HIDDEN, Setting, add_quiet, add_settings, read_options
+from .options import FURTHER, HIDDEN, add_quiet, add_settings, needed_packages, read_options
 from .progress import progress
+from .streams import say
 
 WORTHWHILE = 1e-3  # nats per token that a head should gain over a constant prediction
-
-
-OPTIONS = {
-    "layers": Setting("ResBlocks of the head"),
-    "reject_weight": Setting("weight of a rejection in the loss"),
-    "contexts": Setting("texts that the draft reads: mixed, as published, or branched off the target's texts"),
-    "mixing_ratio": Setting("share of the target's tokens in training texts"),
-    "texts": Setting("texts the target writes, prompts taken in turn"),
-    "max_new_tokens": Setting("tokens of a text"),
-    "max_prompt_tokens": Setting("longer prompts lose their beginning"),
-    "temperature": Setting("at which the target writes"),
-    "batch_size": Setting("texts written at a time"),
-    "epochs": Setting("times the head sees every example"),
-    "learning_rate": Setting("at its highest"),
-    "held_out": Setting("share of the prompts kept for calibration"),
-    "seed": Setting("the same seed gives the same head"),
-    "threads": Setting("of torch; 0 chooses by the target's size"),
-}
 
 
 def add_parser(commands: Any) -> None:
@@ -49,7 +30,7 @@ def add_parser(commands: Any) -> None:
     words = 'JSON lines, each with a "prompt" (or "turns")'
     parser.add_argument("--prompts", type=Path, required=True, metavar="F", help=words)
     parser.add_argument("--output", type=Path, required=True, metavar="DIR", help="folder to write")
-    add_settings(parser, "sizes and training", HeadTraining, OPTIONS)
+    add_settings(parser, "sizes and training", HeadTraining)
     group = parser.add_argument_group(FURTHER + "form")
     group.add_argument(
         "--untied", dest="tied", action="store_false", default=HIDDEN, help="a matrix for every ResBlock"
@@ -60,14 +41,10 @@ def add_parser(commands: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    # Imported here, so that the other commands need neither torch nor onnx.
-    try:
+    with needed_packages("training"):
         options = read_options(args, HeadTraining)  # invalid options are refused before torch is imported
         prompts = read_prompts(args.prompts)
         from ..builder.head.train import train_head
-    except ModuleNotFoundError as error:
-        raise EngineError(f"training needs {error.name}: {install('build', 'cpu')}") from error
-
     console = Console(stderr=args.json, quiet=args.quiet)
     with progress(console) as begin:
         result = train_head(options, prompts, begin)
@@ -75,22 +52,19 @@ def run(args: argparse.Namespace) -> int:
         print(json.dumps({"output": str(options.output), **result.to_dict()}))
         return 0
     console.print(summary(result))
-    console.print(
+    say(
+        console,
         f"Weighted loss {result.validation[0].loss:.4f} -> {result.loss:.4f}, temperature "
         f"{result.config.temperature:.3f}, {result.examples} + {result.held_out} tokens, "
         f"mean acceptance {result.mean_acceptance:.3f}, {result.seconds:.0f} s",
-        markup=False,
-        highlight=False,
     )
     if result.calibrated.nll >= result.constant.nll - WORTHWHILE:
         console.print("This head knows little more than the mean: give it more --texts, or --contexts branched")
     console.print(f"Loss curve and reliability: {options.output / 'training.svg'}", markup=False)
-    console.print(
+    say(
+        console,
         f"Next: draftwood build --target {shell_word(options.target)} --draft {shell_word(options.draft)} "
         f"--acceptance-head {shell_word(options.output)} --output BUNDLE",
-        markup=False,
-        highlight=False,
-        soft_wrap=True,
     )
     return 0
 

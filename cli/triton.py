@@ -14,6 +14,7 @@ from ..runtime.serving.triton.contract import ModelSettings
 from ..runtime.serving.triton.repository import Placement, write_model
 from ..runtime.serving.triton.server import Distribution, Ports, TritonServer
 from .options import FURTHER, add_decoding, add_limits, add_model, add_running, bundle_for, integers, speculative
+from .streams import say
 
 HOST = "127.0.0.1"
 PORTS = {"http": 8000, "grpc": 8001, "metrics": 8002}
@@ -64,18 +65,13 @@ def run(args: argparse.Namespace) -> int:
     folder = write_model(bundle, args.output, args.name, settings, placement, args.copy_bundle)
     console = Console()
     written = f"Model written to {folder}; its README.md says how to start it."
-    console.print(written, markup=False, highlight=False, soft_wrap=True)
+    say(console, written)
     if not args.start:
         return 0
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # stopping a container sends SIGTERM
     ports = Ports(**{name: PORTS[name] if port is None else port for name, port in given.items()})
     with TritonServer(args.output, ports, HOST if args.host is None else args.host, [args.name]) as server:
-        console.print(
-            f"Ready: HTTP on {server.http}, gRPC on {server.grpc}, {server.metrics}; log in {server.log}",
-            markup=False,
-            highlight=False,
-            soft_wrap=True,
-        )
+        say(console, f"Ready: HTTP on {server.http}, gRPC on {server.grpc}, {server.metrics}; log in {server.log}")
         code = server.wait()
         raise EngineError(
             f"tritonserver ended by itself with exit code {code}; see its last words:\n{server.last_words()}"

@@ -98,32 +98,6 @@ class AcceptanceHead(nn.Module):
         return TrainedHead(config, weights)
 
 
-def from_reference(state: Mapping[str, Tensor], reject_weight: float, temperature: float = 1.0) -> TrainedHead:
-    """A state dict of the authors' `Sequential(*[ResBlock(d)] * L, Linear(d, 2))`, perhaps prefixed with "model.".
-
-    Shared blocks may occur once or L times. Raises CheckpointError for any other state dict.
-    """
-    tensors = {name.removeprefix("model."): tensor.detach().float().numpy() for name, tensor in state.items()}
-    try:
-        layers = max(int(name.split(".")[0]) for name in tensors)
-        output, size = f"{layers}.", tensors[f"{layers}.weight"].shape[1]
-        present = [layer for layer in range(layers) if f"{layer}.linear.weight" in tensors]
-        blocks = [[tensors[f"{layer}.linear.{kind}"] for kind in ("weight", "bias")] for layer in present]
-        weights = {f"output.{kind}": tensors[output + kind] for kind in ("weight", "bias")}
-    except (KeyError, ValueError, IndexError) as error:
-        raise CheckpointError(
-            f"this state dict is no SpecDec++ head ({error!r}): expected 0.linear.weight, ..., L.weight, L.bias"
-        ) from error
-    same = all(np.array_equal(ours, first) for block in blocks for ours, first in zip(block, blocks[0], strict=True))
-    if len(present) < layers and not (present and same):
-        raise CheckpointError(f"this state dict holds blocks {present} of {layers}: the checkpoint is incomplete")
-    config = HeadConfig(size, layers, layers > 0 and same, reject_weight, temperature)
-    for block in range(config.blocks):
-        weights |= {f"blocks.{block}.linear.{kind}": blocks[block][i] for i, kind in enumerate(("weight", "bias"))}
-    check_weights(config, weights, "this state dict")
-    return TrainedHead(config, weights)
-
-
 def write_head(folder: Path, head: TrainedHead) -> None:
     """Write both files into an existing folder. Raises OSError."""
     (folder / WEIGHTS).write_bytes(save({name: np.ascontiguousarray(w) for name, w in head.weights.items()}))

@@ -16,11 +16,7 @@ LEAST_DRAFT_CONTEXT = 16  # tokens
 
 @dataclass(frozen=True, slots=True)
 class LlamaConfig:
-    """Shape and constants of one LLaMA. All sizes are counts, `norm_eps` and `rope_theta` are plain numbers.
-
-    draft_vocab_size: of a draft with a trimmed output vocabulary, the number of tokens that it predicts; it reads all
-    `vocab_size`. None: it predicts all of them. draft_context: of a draft that learned from short texts, the number of
-    last tokens of a text that it reads at most. None: all of them."""
+    """Shape and constants of one LLaMA. All sizes are counts, `norm_eps` and `rope_theta` are plain numbers."""
 
     vocab_size: int
     hidden_size: int
@@ -39,8 +35,8 @@ class LlamaConfig:
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
     variant: Variant = field(default_factory=Variant)
-    draft_vocab_size: int | None = None
-    draft_context: int | None = None
+    draft_vocab_size: int | None = None  # tokens that a trimmed draft predicts, of all that it reads; None: all
+    draft_context: int | None = None  # last tokens of a text that a draft reads, which learned from short ones
 
     @property
     def num_logits(self) -> int:

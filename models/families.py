@@ -61,18 +61,13 @@ class Variant:
 
 
 class Family(NamedTuple):
-    """How the config.json of one architecture is read.
-
-    variant: computes the Variant from the settings, the number of layers and head_dim. settings: names of settings
-    besides COMMON. defaults: values of settings that a file may leave out, where they differ from LLaMA's. rope_kinds:
-    kinds of rope scaling, by the other names that this family has for them.
-    """
+    """How the config.json of one architecture is read."""
 
     model_type: str
-    variant: Callable[[Settings, int, int], Variant]
-    settings: tuple[str, ...] = ()
-    defaults: Settings = NONE
-    rope_kinds: Settings = NONE
+    variant: Callable[[Settings, int, int], Variant]  # of the settings, the number of layers and head_dim
+    settings: tuple[str, ...] = ()  # names of settings besides COMMON
+    defaults: Settings = NONE  # of settings that a file may leave out, where they differ from LLaMA's
+    rope_kinds: Settings = NONE  # kinds of rope scaling, by the other names that this family has for them
 
 
 def llama(settings: Settings, layers: int, head_dim: int) -> Variant:

@@ -16,17 +16,13 @@ MOST = {"hidden_size": 1 << 17, "layers": 64}
 
 @dataclass(frozen=True, slots=True)
 class HeadConfig:
-    """Shape and calibration of a head. Raises ConfigError.
+    """Shape and calibration of a head. Raises ConfigError."""
 
-    hidden_size: the draft's. layers: ResBlocks, 0 for a linear head. tied: whether they share their weights.
-    reject_weight: w_rej of the training loss. temperature: divides the de-biased logit.
-    """
-
-    hidden_size: int
-    layers: int = 3
-    tied: bool = True
-    reject_weight: float = 6.0
-    temperature: float = 1.0
+    hidden_size: int  # the draft's
+    layers: int = 3  # ResBlocks, 0 for a linear head
+    tied: bool = True  # they share their weights
+    reject_weight: float = 6.0  # w_rej of the training loss
+    temperature: float = 1.0  # divides the de-biased logit
 
     def __post_init__(self) -> None:
         for name, least in (("hidden_size", 1), ("layers", 0)):

@@ -21,12 +21,11 @@ EMBEDDING, HEAD = "embedding", "head"  # an engine's names of a tensor and of a 
 
 
 class Norm(NamedTuple):
-    """An RMSNorm. name: the engine's name of its tensor. source: its module in the checkpoint. size: numbers in a
-    row."""
+    """An RMSNorm."""
 
-    name: str
-    source: str
-    size: int
+    name: str  # the engine's name of its tensor
+    source: str  # its module in the checkpoint
+    size: int  # numbers in a row
 
     @property
     def weight(self) -> str:
@@ -37,19 +36,14 @@ class Norm(NamedTuple):
 
 
 class Matrix(NamedTuple):
-    """One or more matrices over the same input, which engines compute as one product.
+    """One or more matrices over the same input, which engines compute as one product."""
 
-    name: the engine's name of its tensors. sources: modules in the checkpoint. inputs: numbers in an input row.
-    outputs: numbers in an output row of each source. bias: whether each source has one. gated: whether the next step
-    computes silu(first) * second from the outputs of two sources, instead of using the outputs side by side.
-    """
-
-    name: str
-    sources: tuple[str, ...]
-    inputs: int
-    outputs: tuple[int, ...]
-    bias: bool = False
-    gated: bool = False
+    name: str  # the engine's name of its tensors
+    sources: tuple[str, ...]  # modules in the checkpoint
+    inputs: int  # numbers in an input row
+    outputs: tuple[int, ...]  # numbers in an output row of each source
+    bias: bool = False  # each source has one
+    gated: bool = False  # the next step computes silu(first) * second, instead of using outputs side by side
 
     @property
     def weights(self) -> tuple[str, ...]:
@@ -103,16 +97,12 @@ class Layer:
 
 
 class Network(NamedTuple):
-    """A whole model: head(norm(layers(embedding_multiplier * embedding[token]))) * logits_multiplier.
+    """A whole model: head(norm(layers(embedding_multiplier * embedding[token]))) * logits_multiplier."""
 
-    embedding: [V, H], whose rows are looked up. head: [V, H]; it reads the embedding's tensor when both are tied. The
-    head of a trimmed draft has one row for each token that it predicts, and is never tied.
-    """
-
-    embedding: Matrix
+    embedding: Matrix  # [V, H], whose rows are looked up
     layers: tuple[Layer, ...]
     norm: Norm
-    head: Matrix
+    head: Matrix  # [V, H], or a row for each token that a trimmed draft predicts; the embedding's tensor when tied
     embedding_multiplier: float
     logits_multiplier: float
 

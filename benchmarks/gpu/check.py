@@ -41,6 +41,7 @@ from benchmarks.gpu.report import (
     shorten,
     write_outcomes,
 )
+from benchmarks.tools.record import make_parser
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -125,7 +126,7 @@ GROUPS: dict[str, Group] = {
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__)
     parser.add_argument("--half", choices=("a", "b"), help="default: both, one after the other")
     parser.add_argument("--output", type=Path, default=RESULTS, help="folder of the figures")
     parser.add_argument("--budget", type=float, default=BUDGET, help="seconds of a half")

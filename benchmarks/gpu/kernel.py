@@ -13,13 +13,11 @@ from numpy.typing import NDArray
 from torch.nn import functional
 
 from benchmarks.gpu.report import Findings, NotPossible, require
-from draftwood.plugins.tree_attention.operands import Operands
-from draftwood.plugins.tree_attention.plan import Shape, bytes_moved, plan_launch
+from draftwood.plugins.tree_attention.plan import Shape, bytes_moved
 from draftwood.plugins.tree_attention.reference import tree_attention as oracle
 
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, float], torch.Tensor]
 TORCH_DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
-DTYPE_NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 # ||out - oracle|| / ||oracle||. Small enough to detect tf32, Triton's default for products of fp32 matrices.
 OUTPUT_TOLERANCES = {"fp32": 1e-5, "fp16": 2e-3, "bf16": 1.5e-2}
 REPEATS, ROUNDS = 20, 7  # calls in a captured graph; replays of the graph
@@ -56,34 +54,6 @@ def list_shapes(dtype: str) -> list[Shape]:
         (1, 3, 1, 2, 4, 64, 12),
     ]
     return [Shape(*size, dtype) for size in sizes]
-
-
-def list_small_shapes() -> list[Shape]:
-    """Shapes that are small enough for the interpreter, with splits, groups, several sequences, and earlier rows."""
-    sizes = [(1, 4, 2, 3, 5, 96, 32), (3, 2, 2, 4, 6, 900, 16), (1, 3, 1, 2, 4, 64, 12)]
-    return [Shape(*size, dtype) for size in sizes for dtype in ("fp32", "fp16")]
-
-
-def attend_interpreted(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    sequences: torch.Tensor,
-    tree_mask: torch.Tensor,
-    scale: float,
-) -> torch.Tensor:
-    """Run the kernel on host memory. TRITON_INTERPRET must have been 1 when the kernel was imported."""
-    from draftwood.plugins.tree_attention.launch import InterpreterLauncher, strides
-
-    tensors = (query, key, value, sequences, tree_mask)
-    shape = Shape.of([tensor.shape for tensor in tensors], DTYPE_NAMES[query.dtype])
-    launcher = InterpreterLauncher(multiprocessors=4)
-    layout = plan_launch(shape, launcher.multiprocessors)
-    output = torch.full_like(query, torch.nan)
-    workspace = torch.full((max(1, layout.workspace_bytes),), 255, dtype=torch.uint8)
-    addresses = [tensor.data_ptr() for tensor in (*tensors, output, workspace)]
-    launcher.launch(layout, Operands._make((*addresses, strides(query), strides(output))), scale, 0)
-    return output
 
 
 def draw_inputs(shape: Shape, lengths: Sequence[int], seed: int, device: str) -> AttentionInputs:

@@ -10,20 +10,16 @@ offloaded target of 70B. A pass counts as one whatever its width, as in the pape
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from rich.console import Console
 from rich.progress import track
-from rich.table import Table
 from scipy.stats import bootstrap
 
-from benchmarks.papers.plot import draw
-from benchmarks.tools.record import add_output, write_results
+from benchmarks.tools.record import add_output, make_parser, write_results
 from draftwood.cli.bench import add_chat, encode_prompts, read_prompts
 from draftwood.models.bindings import DRAFT, TARGET
 from draftwood.runtime.bundle.bundle import EngineBundle
@@ -176,7 +172,7 @@ def summarise(counts: Sequence[Counts]) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__)
     parser.add_argument("bundle", type=Path)
     parser.add_argument("--prompts", type=Path, required=True)
     add_chat(parser)
@@ -191,7 +187,6 @@ def main() -> None:
     prompts = [prompt if args.chat else prompt[-200:] for prompt in prompts]
     bench = PairBenchmark(bundle, prompts, args.max_tokens)
     head = "acceptance" in bundle.manifest.engines[DRAFT].outputs
-    console = Console()
     results: dict[str, Any] = {}
     figures = {"prompts": args.prompts.name, "number_of_prompts": len(prompts), "max_tokens": args.max_tokens}
     for temperature in TEMPERATURES:
@@ -200,24 +195,12 @@ def main() -> None:
             rows = {}
             configs = make_configurations(budget, acceptance, head)
             label = f"temperature {temperature}, {budget} tokens"
-            for name, config in track(configs.items(), label, console=console, transient=True):
+            for name, config in track(configs.items(), label, transient=True):
                 rows[name] = summarise(bench.run(config, temperature))
             results[label] = rows
-            console.print(make_table(label, rows))
-            file = write_results(args.output, args.name, figures | {"results": results})  # the next table takes minutes
-    draw(results, file.with_suffix(".svg"))
-
-
-def make_table(title: str, rows: dict[str, Any]) -> Table:
-    columns = ["", "tokens per pass", "95 %", "draft passes", "draft tokens", "discarded", "verified"]
-    result = Table(*columns, *(f"speed, c = {c}" for c in RATIOS), title=title, title_justify="left")
-    for name, row in rows.items():
-        low, high = row["interval_95"]
-        cells = [name, f"{row['tokens_per_target_pass']:.2f}", f"{low:.2f}-{high:.2f}"]
-        cells += [f"{row['draft_passes_per_round']:.1f}", f"{row['draft_tokens_per_round']:.1f}"]
-        cells += [f"{row['discard_rate']:.2f}", f"{row['verification_rate']:.3f}"]
-        result.add_row(*cells, *(f"{row['modelled_speed_up'][str(c)]:.2f}" for c in RATIOS))
-    return result
+            for name, row in rows.items():
+                print(f"{label}, {name}: {row}")
+            write_results(args.output, args.name, figures | {"results": results})  # the next table takes minutes
 
 
 if __name__ == "__main__":

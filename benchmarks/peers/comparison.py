@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Collection, Sequence
 from time import perf_counter, sleep
 
 from rich.console import Console
 from rich.progress import Progress
 
-from benchmarks.peers.figures import MethodKey, MethodRun, choose_fastest, measure_speeds
+from benchmarks.peers.figures import MethodKey, MethodRun
 from benchmarks.peers.process import Entry, PeerError, PeerProcess, make_command
-from benchmarks.peers.protocol import PLAIN, PeerOptions, split_method
+from benchmarks.peers.protocol import PLAIN, PeerOptions
 from benchmarks.peers.settings import Setting
 from benchmarks.tools.processor import read_busy_seconds
 
@@ -22,17 +21,13 @@ Turns = list[tuple[Entry, str]]  # entries and methods, in the order of their tu
 
 
 class Comparison:
-    """Programs that answer in turn.
-
-    versions: of all loaded programs. tried: tokens per second of every method in the trial. failed: the peer's message
-    for everything that was left out.
-    """
+    """Programs that answer in turn. versions: of all loaded programs. failed: the peer's message for everything that
+    was left out."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
         self._programs: dict[Entry, PeerProcess] = {}
         self.versions: dict[str, str] = {}
-        self.tried: dict[MethodKey, float] = {}
         self.failed: dict[str, str] = {}
 
     def load(self, entry: Entry, options: PeerOptions) -> None:
@@ -54,29 +49,18 @@ class Comparison:
         return text
 
     def measure(
-        self, setting: Setting, methods: Collection[str], max_tokens: int, repeats: int, candidates: int
+        self, setting: Setting, methods: Collection[str], max_tokens: int, repeats: int
     ) -> dict[MethodKey, list[MethodRun]]:
-        """Run every method once as a trial, then the fastest `candidates` of each entry `repeats` times. Programs that
-        cannot write as many texts at a time have no turn. methods: those that have turns besides plain decoding; all of
-        them if empty.
-
-        Runs of the trial do not count: they would favour the methods that they selected. There is no trial if no entry
-        has more candidates.
-        """
-        able = {entry: program for entry, program in self._programs.items() if program.at_a_time >= setting.at_a_time}
+        """Run every method `repeats` times, after a short text that warms up. Programs that cannot write as many texts
+        at a time have no turn. methods: those that have turns besides plain decoding; all of them if empty."""
         turns = [
             (entry, method)
-            for entry, program in able.items()
+            for entry, program in self._programs.items()
             for method in program.methods
-            if not methods or method in methods or method == PLAIN
+            if program.at_a_time >= setting.at_a_time and (not methods or method in methods or method == PLAIN)
         ]
         first = setting._replace(batches=setting.batches[:1])
         self._run_all("Warming up", first, turns, min(WARM_UP, max_tokens), 1)
-        if max(Counter(entry for entry, method in turns if split_method(method)[1]).values(), default=0) > candidates:
-            trial = self._run_all("Trying", setting, turns, max_tokens, 1)
-            self.tried |= measure_speeds(trial)
-            kept = choose_fastest(trial, candidates)
-            turns = [(entry, method) for entry, method in turns if make_key(entry, method, setting) in kept]
         return self._run_all("Measuring", setting, turns, max_tokens, repeats)
 
     def close(self) -> None:

@@ -3,33 +3,35 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from statistics import mean, median
 from typing import NamedTuple
 
 import numpy as np
 
-from benchmarks.peers.protocol import PLAIN, Generation, split_method
+from benchmarks.peers.protocol import PLAIN, Generation
 
 OURS = "draftwood"
 
 
 class MethodKey(NamedTuple):
-    """Identifies a row of the table. setting: name of the Setting."""
+    """Identifies a row of the table."""
 
     precision: str
     peer: str
     method: str
+    # The name of a Setting.
     setting: str = ""
 
 
 class MethodRun(NamedTuple):
-    """One generation. prompt: number of the batch. others: processor seconds per second that other programs used
-    meanwhile."""
+    """One generation."""
 
+    # Number of the batch.
     prompt: int
     repeat: int
     generation: Generation
+    # Processor seconds per second that other programs used meanwhile.
     others: float
 
     @property
@@ -38,54 +40,32 @@ class MethodRun(NamedTuple):
 
 
 class MethodRow(NamedTuple):
-    """One peer, precision, method and setting.
-
-    tokens_per_second: of all texts at the same time together, median over batches and repeats. low, high: quartiles of
-    the same. of_plain: speed divided by that of the same peer's plain decoding. of_best: speed divided by that of the
-    fastest method of another peer than Draftwood at the same precision and setting, None without such a peer; both are
-    medians of the ratios within one repeat and batch. same_as_plain: share of prompts on which every text equals that
-    of the same peer's plain decoding, token by token. same_as_first: the same, compared with the plain decoding of the
-    setting's first entry. tokens_per_pass: of the target. acceptance: share of the proposed tokens that the target
-    accepted. Both are None if the peer does not report them. others: see MethodRun, median.
-    """
+    """One peer, precision, method and setting."""
 
     precision: str
     peer: str
     method: str
     setting: str
+    # Of all texts at the same time together: median and quartiles over batches and repeats.
     tokens_per_second: float
     low: float
     high: float
+    # Speed over that of the same peer's plain decoding, and over that of the fastest method of another peer than
+    # Draftwood (None without one): medians of the ratios within one repeat and batch.
     of_plain: float
     of_best: float | None
+    # Share of prompts on which every text equals plain decoding of the same peer, and of the setting's first entry.
     same_as_plain: float
     same_as_first: float
+    # Of the target, and the share of proposed tokens that it accepted; None if the peer does not report them.
     tokens_per_pass: float | None
     acceptance: float | None
+    # See MethodRun, median.
     others: float
 
     @property
     def ours(self) -> bool:
         return self.peer.startswith(OURS)
-
-
-def measure_speeds(runs: Mapping[MethodKey, Sequence[MethodRun]]) -> dict[MethodKey, float]:
-    """Tokens per second over all runs of a key together."""
-    tokens = {key: sum(run.generation.num_tokens for run in own) for key, own in runs.items()}
-    return {key: tokens[key] / sum(run.generation.seconds for run in own) for key, own in runs.items()}
-
-
-def choose_fastest(runs: Mapping[MethodKey, Sequence[MethodRun]], count: int) -> set[MethodKey]:
-    """The `count` fastest methods with a length of every peer and precision, and all methods without a length."""
-    groups: dict[tuple[str, str], list[MethodKey]] = defaultdict(list)
-    by_speed = measure_speeds(runs)
-    for key in sorted(runs, key=lambda key: -by_speed[key]):
-        groups[key.precision, key.peer].append(key)
-    kept: set[MethodKey] = set()
-    for keys in groups.values():
-        sized = [key for key in keys if split_method(key.method)[1]]
-        kept |= (set(keys) - set(sized)) | set(sized[:count])
-    return kept
 
 
 def summarise(runs: dict[MethodKey, list[MethodRun]]) -> list[MethodRow]:

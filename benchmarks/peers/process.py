@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from os.path import relpath
@@ -36,7 +36,6 @@ PROGRAMS = {
     "huggingface": Program("huggingface", ("fp32", "bf16")),
     "llama.cpp": Program("llama_cpp", EVERY, RECIPES),
     "ik_llama.cpp": Program("ik_llama_cpp", EVERY, RECIPES),
-    "onnxruntime-genai": Program("onnxruntime_genai", ("fp32", "int8", "int4")),
     "openvino-genai": Program("openvino_genai", ("fp32", "int8", "int4")),
     "vllm": Program("vllm", ("fp32", "bf16")),
 }
@@ -74,15 +73,6 @@ def parse_entries(names: list[str], precisions: list[str]) -> list[Entry]:
     return found
 
 
-def remove_entries(chosen: Sequence[Entry], left_out: Iterable[str]) -> list[Entry]:
-    """The entries without those named as "NAME:PRECISION". Raises RequestError for a name that is not among them."""
-    named = {f"{entry.name}:{entry.precision}": entry for entry in chosen}
-    for name in left_out:
-        if named.pop(name, None) is None:
-            raise RequestError(f"{name!r} is no entry of this run; choose of {', '.join(named)}")
-    return list(named.values())
-
-
 def make_command(entry: Entry, options: PeerOptions) -> list[str]:
     """The command that starts a peer's program, with the interpreter of the peer's environment (Draftwood: this one).
 
@@ -99,12 +89,12 @@ def make_command(entry: Entry, options: PeerOptions) -> list[str]:
 class PeerProcess:
     """One running program. Raises PeerError when it does not start."""
 
-    def __init__(self, command: list[str], log: Path) -> None:
-        """log: file for the program's output on stderr."""
+    def __init__(self, command: list[str], log: Path, checkout: Path = ROOT) -> None:
+        """log: file for the program's output on stderr. checkout: of this project, where the program runs."""
         log.parent.mkdir(parents=True, exist_ok=True)
         with log.open("ab") as stderr:
             self._process = subprocess.Popen(
-                command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=stderr, text=True
+                command, cwd=checkout, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=stderr, text=True
             )
         self._log = log
         try:

@@ -17,7 +17,7 @@ import os
 import shutil
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import NamedTuple, Protocol, TextIO
 
@@ -27,15 +27,13 @@ FULL_DRAFT = "draft-full"
 
 
 class Generation(NamedTuple):
-    """The greedy continuations of prompts that were given at the same time.
+    """The greedy continuations of prompts that were given at the same time."""
 
-    texts: token ids of the outputs; generation continues after an end of text if the peer can do that. seconds: from
-    the prompts' token ids to the last token id of the last text, by the clock. counters: those of "drafted", "accepted"
-    (tokens) and "target_passes" that the peer reports, each the sum over the texts.
-    """
-
+    # Token ids; generation continues after an end of text if the peer can do that.
     texts: list[list[int]]
+    # From the prompts' token ids to the last token id of the last text, by the clock.
     seconds: float
+    # Those of "drafted", "accepted" (tokens) and "target_passes" that the peer reports, each the sum over the texts.
     counters: dict[str, float]
 
     @property
@@ -56,39 +54,32 @@ class Peer(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class PeerOptions:
-    """The options of a peer's program.
+    """The options of a peer's program."""
 
-    pair: a folder with Hugging Face folders `target` and `draft`. If the draft's output vocabulary is trimmed, the same
-    draft with all outputs is the folder `draft-full`. precision: of the weights of both. work: the peer's own folder,
-    for converted models. draft_tokens: lengths of a proposal, one method each. variant: names one of the ways to build
-    the peer; "" is the usual one.
-    """
-
+    # A folder with Hugging Face folders `target` and `draft`, and `draft-full` where the draft's vocabulary is trimmed.
     pair: Path
+    # Of the weights of both.
     precision: str
+    # The peer's own folder, for converted models.
     work: Path
     threads: int
+    # Lengths of a proposal, one method each.
     draft_tokens: tuple[int, ...]
+    # Names one of the ways to build the peer; "" is the usual one.
     variant: str = ""
 
     @classmethod
     def parse(cls, arguments: list[str]) -> PeerOptions:
         parser = argparse.ArgumentParser()
-        parser.add_argument("--pair", type=Path, required=True)
-        parser.add_argument("--precision", required=True)
-        parser.add_argument("--work", type=Path, required=True)
-        parser.add_argument("--threads", type=int, required=True)
-        parser.add_argument("--draft-tokens", required=True)
+        for name, kind in (("pair", Path), ("precision", str), ("work", Path), ("threads", int), ("draft-tokens", str)):
+            parser.add_argument(f"--{name}", type=kind, required=True)
         parser.add_argument("--variant", default="")
-        args = parser.parse_args(arguments)
-        lengths = tuple(int(length) for length in args.draft_tokens.split(","))
-        return cls(args.pair, args.precision, args.work, args.threads, lengths, args.variant)
+        args = vars(parser.parse_args(arguments))
+        return cls(**args | {"draft_tokens": tuple(map(int, args["draft_tokens"].split(",")))})
 
     def to_arguments(self) -> list[str]:
-        lengths = ",".join(map(str, self.draft_tokens))
-        fields = {"pair": self.pair, "precision": self.precision, "work": self.work, "threads": self.threads}
-        named = [text for name, value in fields.items() for text in (f"--{name}", str(value))]
-        return [*named, "--draft-tokens", lengths, "--variant", self.variant]
+        fields = asdict(self) | {"draft_tokens": ",".join(map(str, self.draft_tokens))}
+        return [text for name, value in fields.items() for text in (f"--{name.replace('_', '-')}", str(value))]
 
     @property
     def checkpoints(self) -> dict[str, Path]:

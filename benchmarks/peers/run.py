@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -22,12 +21,11 @@ from rich.console import Console
 
 from benchmarks.peers.comparison import Comparison
 from benchmarks.peers.figures import MethodKey, MethodRun, summarise
-from benchmarks.peers.plot import draw
-from benchmarks.peers.process import PROGRAMS, Entry, PeerError, parse_entries, remove_entries
+from benchmarks.peers.process import PROGRAMS, Entry, PeerError, parse_entries
 from benchmarks.peers.protocol import FULL_DRAFT, MANY, PeerOptions
-from benchmarks.peers.report import make_table
+from benchmarks.peers.report import to_markdown
 from benchmarks.peers.settings import Setting, encode_chats, encode_whole, make_settings
-from benchmarks.tools.record import add_output, rows_to_json, write_results
+from benchmarks.tools.record import add_output, make_parser, rows_to_json, write_results
 from draftwood.builder.checkpoints.checkpoint import Checkpoint
 from draftwood.cli.bench import read_prompts
 from draftwood.cli.options import integers
@@ -36,11 +34,10 @@ from draftwood.runtime.text.tokenizer import Tokenizer
 
 PRECISIONS = ("fp32", "int8", "int4")
 WORK = Path("build/peers")
-WIDTH = 130  # of the table where the output is no terminal
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__)
     parser.add_argument("--pair", type=Path, required=True, metavar="DIR", help="folder with target and draft")
     parser.add_argument("--prompts", type=Path, help="JSON lines (default prompts.jsonl of the pair)")
     parser.add_argument("--limit", type=int, default=4, help="prompts of each length (default 4)")
@@ -56,20 +53,16 @@ def main() -> None:
     parser.add_argument(
         "--precisions", type=split_names, default=",".join(PRECISIONS), help="of the weights (default %(default)s)"
     )
-    left_out = "entries that do not fit, as NAME:PRECISION, separated by commas"
-    parser.add_argument("--leave-out", type=split_names, default=[], metavar="ENTRIES", help=left_out)
-    parser.add_argument("--draft-tokens", type=integers, default=(2, 3, 5, 8), help="lengths to try (default 2,3,5,8)")
+    parser.add_argument("--draft-tokens", type=integers, default=(3,), help="lengths of a chain (default 3)")
     named = "besides plain, separated by commas: auto,chain:3,draft:3 (default: all)"
     parser.add_argument("--methods", type=split_names, default=[], help=named)
-    kept = "fastest methods of each entry in a trial that are measured, besides those without a length (default 2)"
-    parser.add_argument("--candidates", type=int, default=2, help=kept)
     parser.add_argument("--max-tokens", type=int, default=96, help="tokens per text (default %(default)s)")
     parser.add_argument("--repeats", type=int, default=5, help="runs that count (default %(default)s)")
     parser.add_argument("--threads", type=int, default=2, help="of every peer (default %(default)s)")
     parser.add_argument("--work", type=Path, default=WORK, help="where the environments are (default %(default)s)")
     add_output(parser, "peers_<pair>")
     args = parser.parse_args()
-    for name in ("limit", "candidates", "max_tokens", "repeats", "threads"):
+    for name in ("limit", "max_tokens", "repeats", "threads"):
         if getattr(args, name) < 1:
             parser.error(f"--{name.replace('_', '-')} must be at least 1, not {getattr(args, name)}")
     if not all(1 <= number <= MANY for number in args.at_a_time):
@@ -79,12 +72,11 @@ def main() -> None:
     if max(args.at_a_time) > 1 and not (args.chat or args.prompt_tokens):
         parser.error("--at-a-time needs --prompt-tokens or --chat")
     try:
-        chosen = remove_entries(parse_entries(args.peers, args.precisions), args.leave_out)
+        chosen = parse_entries(args.peers, args.precisions)
         texts = read_pair_prompts(args.pair, args.prompts or args.pair / "prompts.jsonl")
     except DraftwoodError as error:
         parser.error(str(error))
-    console = Console(width=None if sys.stdout.isatty() else WIDTH)
-    comparison, before = Comparison(console), os.getloadavg()
+    comparison, before = Comparison(Console()), os.getloadavg()
     runs: dict[MethodKey, list[MethodRun]] = {}
     settings: list[Setting] = []
     for group in group_by_precision(chosen, args.precisions):
@@ -94,7 +86,7 @@ def main() -> None:
                 comparison.load(entry, PeerOptions(*folders, args.threads, args.draft_tokens, entry.variant))
             settings = settings or choose_settings(args, texts, comparison)
             for setting in settings:
-                runs |= comparison.measure(setting, args.methods, args.max_tokens, args.repeats, args.candidates)
+                runs |= comparison.measure(setting, args.methods, args.max_tokens, args.repeats)
         except (DraftwoodError, PeerError) as error:
             parser.error(str(error))
         finally:
@@ -103,7 +95,7 @@ def main() -> None:
             write_comparison(args, comparison, settings, runs, before[0])
     if not runs:
         parser.error("no peer could run: see above, and the log each names")
-    console.print(make_table(summarise(runs)))
+    print(to_markdown(summarise(runs)))
 
 
 def choose_settings(args: argparse.Namespace, texts: Sequence[str], comparison: Comparison) -> list[Setting]:
@@ -132,26 +124,14 @@ def write_comparison(
     runs: dict[MethodKey, list[MethodRun]],
     load: float,
 ) -> None:
-    """Write the results and the picture. load: of the machine before the run."""
+    """load: of the machine before the run."""
     rows = summarise(runs)
-    names = (
-        "max_tokens",
-        "repeats",
-        "threads",
-        "draft_tokens",
-        "methods",
-        "leave_out",
-        "prompt_tokens",
-        "chat",
-        "at_a_time",
-    )
+    names = ("max_tokens", "repeats", "threads", "draft_tokens", "methods", "prompt_tokens", "chat", "at_a_time")
     given = {name: getattr(args, name) for name in names} | {"full_draft": (args.pair / FULL_DRAFT).is_dir()}
     loads = {"load_before": load, "load_after": os.getloadavg()[0]}
     figures: dict[str, Any] = {"pair": args.pair.name, "prompts": len(settings[0].batches)} | given | loads
-    tried = [{**key._asdict(), "tokens_per_second": round(speed, 1)} for key, speed in comparison.tried.items()]
-    found = {"versions": comparison.versions, "failed": comparison.failed, "tried": tried, "rows": rows_to_json(rows)}
-    name = args.name.replace("<pair>", args.pair.name)
-    draw(rows, write_results(args.output, name, figures | found).with_suffix(".svg"))
+    found = {"versions": comparison.versions, "failed": comparison.failed, "rows": rows_to_json(rows)}
+    write_results(args.output, args.name.replace("<pair>", args.pair.name), figures | found)
 
 
 def split_names(text: str) -> list[str]:

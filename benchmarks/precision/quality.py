@@ -2,17 +2,15 @@
 
     python -m benchmarks.precision.quality --output benchmarks/results
 
-The lines run through the engines, with the arithmetic of each. The torch reference shows what the rounding of weights
-costs alone, also with other block sizes, and with a vocabulary projection that is not rounded.
+The lines run through every engine that a build can make for a CPU, with the arithmetic of each.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,18 +22,19 @@ from rich.table import Table
 from scipy.special import log_softmax
 from tokenizers import Tokenizer
 
-from benchmarks.precision.engines import KINDS, open_engines
-from benchmarks.tools.record import add_output, write_results
-from benchmarks.tools.torch_engine import TorchEngine
+from benchmarks.tools.record import add_output, make_parser, write_results
 from draftwood.builder.checkpoints.checkpoint import Checkpoint
-from draftwood.builder.quantization.formats import QuantizedCheckpoint, WeightFormat
+from draftwood.builder.engines.export import export
+from draftwood.builder.engines.make import Source
+from draftwood.builder.engines.native import write_weights
+from draftwood.builder.quantization.formats import QuantizedCheckpoint, RoundedCheckpoint
 from draftwood.models.bindings import DRAFT, ROLES, TARGET, output_names
-from draftwood.models.layers import HEAD_WEIGHT
-from draftwood.runtime.engines.backends import BLOCKS
+from draftwood.runtime.engines.backends import BACKENDS, WEIGHTS, Opening
 from draftwood.runtime.engines.base import Engine, EngineSpec, TokenBatch
 
 PAIR = Path(__file__).resolve().parents[2] / "models" / "demo"
 WIDTHS, CAPACITY = (2, 8, 32, 64), 1024
+KINDS = [(each.name, kind) for each in BACKENDS.values() if not each.is_compiled for kind in each.precisions]
 REFERENCE = "onnxruntime fp32"  # the other engines are compared with this one
 
 
@@ -54,7 +53,7 @@ class Reading(NamedTuple):
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__)
     add_output(parser, "precision_quality")
     parser.add_argument("--lines", type=int, default=240, help="held-out lines to read")
     args = parser.parse_args()
@@ -62,11 +61,8 @@ def main() -> None:
     readings: dict[str, dict[str, Reading]] = {}
     with tempfile.TemporaryDirectory() as folder:
         for role in ROLES:
-            models = [*list_compiled(role, Path(folder)), *list_weights_only(role)]
-            readings[role] = {
-                name: score_texts(open_engine(), texts)
-                for name, open_engine in track(models, f"Reading with the {role}")
-            }
+            engines = track(list_engines(role, Path(folder)), f"Reading with the {role}", total=len(KINDS))
+            readings[role] = {name: score_texts(engine, texts) for name, engine in engines}
     figures: dict[str, Any] = {}
     table = Table("", "loss", "perplexity", "best token as fp32", "overlap with fp32", "acceptance")
     for role, other in ((TARGET, DRAFT), (DRAFT, TARGET)):
@@ -78,13 +74,8 @@ def main() -> None:
             table.add_row(f"{role}, {name}", *(f"{value:.4f}" for value in row.values()))
         figures[role] = rows
     Console(width=130).print(table)
-    both = {
-        f"{backend} {precision}": round(readings[TARGET][f"{backend} {precision}"].overlap(draft), 4)
-        for backend, precision in KINDS
-        for draft in [readings[DRAFT][f"{'native' if backend == 'native' else 'onnxruntime'} {precision}"]]
-    }
     tokens = sum(map(len, texts)) - len(texts)
-    figures |= {"tokens": tokens, "acceptance, draft of the same precision": both}
+    figures["tokens"] = tokens
     write_results(args.output, args.name, figures)
 
 
@@ -96,33 +87,23 @@ def read_held_out(limit: int) -> list[list[int]]:
     return [ids for ids in encoded if len(ids) > 1]
 
 
-def list_compiled(role: str, folder: Path) -> Iterator[tuple[str, Callable[[], Engine]]]:
-    """Every engine that a build can make of one role, by name."""
-    for backend, precision, engine in open_engines(PAIR / role, role, WIDTHS, CAPACITY, folder):
-        yield f"{backend} {precision}", partial(identity, engine)
+def list_engines(role: str, folder: Path) -> Iterator[tuple[str, Engine]]:
+    """Every engine that a build can make of one role, by name. folder: for the files."""
+    for backend, precision in KINDS:
+        weights = Source(Checkpoint(PAIR / role), role, None, backend, precision).weights
+        file = folder / f"{role}-{backend}-{precision}.onnx"
+        spec = replace(make_spec(weights, role, backend, precision), file=file.name)
+        if BACKENDS[backend].file == WEIGHTS:
+            write_weights(weights, CAPACITY, file)
+        else:
+            assert not isinstance(weights, RoundedCheckpoint)  # a graph on a CPU holds fp32, int8 or int4
+            export(weights, role, CAPACITY, file, lambda name: None)
+        yield f"{backend} {precision}", BACKENDS[backend].open(file, spec, Opening(0))
 
 
-def identity(engine: Engine) -> Engine:
-    return engine
-
-
-def list_weights_only(role: str) -> Iterator[tuple[str, Callable[[], Engine]]]:
-    """The torch reference on rounded weights, by name."""
-    for bits in (8, 4):
-        for block in BLOCKS:
-            view = QuantizedCheckpoint(Checkpoint(PAIR / role), WeightFormat(bits, block))
-            spec = make_spec(view, role, "torch", "fp32")
-            name = f"weights only, int{bits}, blocks of {block}"
-            yield name, partial(TorchEngine, view.tensor, spec)
-            yield f"{name}, projection in fp32", partial(TorchEngine, partial(keep_projection, view), spec)
-
-
-def keep_projection(view: QuantizedCheckpoint, name: str) -> NDArray[np.float32]:
-    """A tensor of a rounded checkpoint; the vocabulary projection is not rounded."""
-    return view.stored(name) if name == HEAD_WEIGHT else view.tensor(name)
-
-
-def make_spec(weights: Checkpoint | QuantizedCheckpoint, role: str, backend: str, precision: str) -> EngineSpec:
+def make_spec(
+    weights: Checkpoint | QuantizedCheckpoint | RoundedCheckpoint, role: str, backend: str, precision: str
+) -> EngineSpec:
     return EngineSpec(role, backend, "", weights.config, WIDTHS, CAPACITY, precision, output_names(role))
 
 

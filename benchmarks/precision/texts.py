@@ -14,19 +14,16 @@ SCORED = slice(
 )  # positions of a window whose next token is scored, as llama-perplexity does
 SIZES = {"prose": 4, "questions": 2}  # windows of each text
 QUESTIONS = 60  # of GSM8K, the first ones
-LONGEST_PROMPT = 256  # tokens
 
 
 class Texts(NamedTuple):
-    """windows: by name of the text, each of WINDOW tokens. calibration: another text, of other documents. prompts: of
-    every kind in turn."""
-
+    # By name of the text, each of WINDOW tokens.
     windows: dict[str, list[list[int]]]
+    # Another text, of other documents.
     calibration: str
-    prompts: list[list[int]]
 
 
-def read_texts(folder: Path, checkpoint: Path, prompts: int) -> Texts:
+def read_texts(folder: Path, checkpoint: Path) -> Texts:
     """From a folder of prompts: prose is the articles that Spec-Bench asks to summarise; questions are GSM8K's first
     ones. Instructions, programs and later questions are for calibration."""
     rows = {file.stem: [json.loads(line) for line in file.open(encoding="utf-8")] for file in folder.glob("*.jsonl")}
@@ -35,16 +32,9 @@ def read_texts(folder: Path, checkpoint: Path, prompts: int) -> Texts:
     evaluated = {"prose": "\n\n".join(articles), "questions": "\n\n".join(questions[:QUESTIONS])}
     instructions, programs = ([whole(row) for row in rows[name]] for name in ("self_instruct_seed_tasks", "humaneval"))
     calibration = "\n\n".join(mixed(instructions, questions[600:], programs, limit=400))
-    asked = mixed(
-        [row["turns"][0] for row in rows["mt_bench"]],
-        questions[200:400],
-        [row["prompt"] for row in rows["self_instruct_seed_tasks"]],
-        [row["prompt"] for row in rows["humaneval"]],
-        limit=prompts,
-    )
     with Tokenizer.load(checkpoint) as tokenizer:
         windows = {name: cut(tokenizer.encode(text, False), SIZES[name]) for name, text in evaluated.items()}
-        return Texts(windows, calibration, [tokenizer.encode(text)[:LONGEST_PROMPT] for text in asked])
+        return Texts(windows, calibration)
 
 
 def cut(ids: list[int], windows: int) -> list[list[int]]:

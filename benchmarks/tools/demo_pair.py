@@ -9,7 +9,6 @@ below the best one at every state of a text (`losing_row`). The text is README.m
 
 from __future__ import annotations
 
-import argparse
 import tempfile
 from pathlib import Path
 
@@ -18,13 +17,20 @@ import numpy as np
 import torch
 from safetensors.numpy import save_file
 
+from benchmarks.tools.record import make_parser
 from draftwood.builder.checkpoints.checkpoint import Checkpoint
 from draftwood.builder.distillation.batches import Batch, pack
 from draftwood.builder.distillation.card import origin_of
-from draftwood.builder.distillation.draft import FIGURES, WEIGHTS, Report, config_fields, write_draft, write_json
+from draftwood.builder.distillation.draft import (
+    FIGURES,
+    WEIGHTS,
+    Report,
+    config_fields,
+    read_start,
+    write_draft,
+)
 from draftwood.builder.distillation.network import DraftNetwork
-from draftwood.builder.distillation.shards import ANSWER, WrittenText
-from draftwood.builder.distillation.start import read_start
+from draftwood.builder.distillation.state import ANSWER, WrittenText, write_json
 from draftwood.cli.demo import FOLDER, INSTALL, real_model
 from draftwood.models.layers import network_of
 from draftwood.models.plain_files import read_object
@@ -34,7 +40,7 @@ MOST_TOKENS = 8192  # of the text
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__)
     parser.add_argument("--output", type=Path, required=True, metavar="DIR", help="of target, draft and draft-full")
     parser.add_argument("--text", type=Path, default=Path("README.md"), metavar="FILE", help="default %(default)s")
     args = parser.parse_args()

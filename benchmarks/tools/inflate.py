@@ -2,39 +2,27 @@
 
     python -m benchmarks.tools.inflate --checkpoint models/demo/target --shape 1.1b --output inflated/target
 
-A small model has unrealistic costs, and a random one has an unrealistic acceptance. The result has the acceptance of
-the trained model and the costs of the real shape, in files that every peer loads. Where the shape is larger than the
-source, weights are random at the scale of the source's, so that engines compute with all of them; the results are
-multiplied by zeros of random signs, so that no two matrices are equal. The result says nothing about energy, nor about
-engines that skip zeros.
+A small model has unrealistic costs, and a random one an unrealistic acceptance. The result has the acceptance of the
+trained model and the costs of the real shape, in files that every peer loads. Where the shape is larger, weights are
+random, and their results are multiplied by zeros of random signs, so that no two matrices are equal.
 
 Residual stream. The wider stream X of width W holds k copies of the source's x of width H side by side; the rest of X
-is exactly zero. To that end the embeddings, and the rows of all matrices that add to X, are repeated k times and
-followed by zeros. Then mean(X²) = (kH/W) mean(x²). With ε' = (kH/W) ε, an RMSNorm divides by √(kH/W) times the source's
-divisor. Its weight is the source's times √(kH/W) on the first copy, and zero elsewhere: every matrix that reads X gets
-the source's normed row, then zeros. k is the smallest number that makes √(kH/W) a power of two (k = 3, 2, 1 for W/H =
-3, 8, 16), so that no weight is rounded, not even in bf16. If there is no such k, k is 1 and the norms round to the
-dtype.
+is zero. So mean(X²) = (kH/W) mean(x²). With ε' = (kH/W) ε an RMSNorm divides by √(kH/W) times the source's divisor, and
+its weight is the source's times √(kH/W) on the first copy, zero elsewhere. k is the smallest number that makes √(kH/W)
+a power of two, so that no weight is rounded, not even in bf16. If there is no such k, k is 1 and the norms round.
 
-Heads. Rotary frequencies θ^(-2i/D) depend on the size D of a head, so heads keep their size. The result has as many
-heads as fill the shape's widths of queries and of keys: for instance 64 heads of 64 in place of 32 of 128. Query head h
-reads key/value head h // G, where G query heads share one. If g > G query heads share one in the source, that one is
-repeated ⌈g/G⌉ times, each copy for G query heads. The columns of `o_proj` that read an additional head, and those of
-`down_proj` that read an additional channel, are zero. An additional layer adds zero.
-
-Vocabulary. It stays the source's: the vocabulary projection has no bias that could keep an additional token from
-winning.
+Heads. Rotary frequencies depend on the size of a head, so heads keep their size, and the result has as many as fill the
+shape's widths. Query head h reads key/value head h // G. If g > G query heads share one in the source, that one is
+repeated ⌈g/G⌉ times. Columns of `o_proj` and `down_proj` that read additional heads and channels are zero, and an
+additional layer adds zero. The vocabulary stays the source's.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import shutil
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 from zlib import crc32
@@ -42,13 +30,13 @@ from zlib import crc32
 import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
-from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeElapsedColumn, TransferSpeedColumn
+from rich.progress import track
 from safetensors.numpy import save_file
 
+from benchmarks.tools.record import make_parser
 from draftwood.builder.checkpoints.checkpoint import Checkpoint
-from draftwood.builder.checkpoints.json_file import read_json
 from draftwood.builder.checkpoints.safetensors import INDEX
+from draftwood.builder.checkpoints.source import read_json
 from draftwood.models.config import LlamaConfig
 from draftwood.models.errors import CheckpointError, ConfigError, DraftwoodError
 from draftwood.models.layers import Network, network_of, num_parameters
@@ -249,9 +237,8 @@ def place_axes(source: LlamaConfig, result: LlamaConfig, copies: int) -> dict[st
     }
 
 
-def write_inflated(inflation: Inflation, output: Path, advance: Callable[[int], object] = lambda size: None) -> None:
-    """Write the result's folder, or nothing: configuration, tokenizer and shards. `advance` gets the bytes of each
-    tensor.
+def write_inflated(inflation: Inflation, output: Path) -> None:
+    """Write the result's folder, or nothing: configuration, tokenizer and shards.
 
     Raises CheckpointError when `output` exists or a tensor cannot be made.
     """
@@ -262,13 +249,9 @@ def write_inflated(inflation: Inflation, output: Path, advance: Callable[[int], 
     with staging_folder(output, INDEX, CheckpointError) as staging:
         for file in (file for pattern in COPIED for file in inflation.source.path.glob(pattern)):
             shutil.copyfile(file, staging / file.name)
-        for index, names in enumerate(shards, 1):
+        for index, names in enumerate(track(shards, "Inflating"), 1):
             shard = f"model-{index:05}-of-{len(shards):05}.safetensors"
-            tensors: dict[str, NDArray[Any]] = {}  # those of the shard before are gone
-            for name in names:
-                tensors[name] = inflation.tensor(name)
-                advance(tensors[name].nbytes)
-            save_file(tensors, staging / shard, metadata={"format": "pt"})
+            save_file({name: inflation.tensor(name) for name in names}, staging / shard, metadata={"format": "pt"})
             weight_map |= dict.fromkeys(names, shard)
         index_fields = {"metadata": {"total_size": inflation.num_bytes}, "weight_map": weight_map}
         for name, fields in (("config.json", inflation.fields), (INDEX, index_fields)):
@@ -289,28 +272,23 @@ def split_shards(inflation: Inflation) -> list[list[str]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__)
     parser.add_argument("--checkpoint", type=Path, required=True, help="a LLaMA's Hugging Face folder")
     parser.add_argument("--shape", choices=SHAPES, required=True)
     parser.add_argument("--output", type=Path, required=True, help="the folder to write, which must not exist")
     parser.add_argument("--dtype", choices=NUMPY_DTYPES, help="of the weights; the checkpoint's own if not given")
     parser.add_argument("--seed", type=int, default=0, help="of the random weights")
     args = parser.parse_args()
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
-    console = Console()
     try:
         inflation = Inflation(Checkpoint(args.checkpoint), SHAPES[args.shape], args.dtype, args.seed)
-        with Progress(*columns, TimeElapsedColumn(), console=console) as progress:
-            task = progress.add_task(f"Inflating to {args.shape}", total=inflation.num_bytes)
-            write_inflated(inflation, args.output, partial(progress.advance, task))
+        write_inflated(inflation, args.output)
     except DraftwoodError as error:
         parser.error(str(error))
     config = inflation.config
-    console.print(
+    print(
         f"{args.output}: {num_parameters(config) / 1e6:,.0f}M parameters, {config.num_layers} layers of "
         f"{config.hidden_size}, {config.num_heads} heads of {config.head_dim} with {config.num_kv_heads} for keys and "
-        f"values, {config.vocab_size} tokens",
-        markup=False,
+        f"values, {config.vocab_size} tokens"
     )
 
 

@@ -22,7 +22,6 @@ average.
 
 from __future__ import annotations
 
-import argparse
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -37,6 +36,7 @@ from rich.console import Console
 from safetensors.numpy import save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
+from benchmarks.tools.record import make_parser
 from draftwood.models.config import LlamaConfig
 from draftwood.models.errors import CheckpointError, ConfigError, DraftwoodError
 from draftwood.models.layers import EMBEDDING_WEIGHT, HEAD_WEIGHT, network_of
@@ -228,7 +228,7 @@ def write_checkpoint(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__)
     parser.add_argument("--size", choices=SIZES, required=True)
     parser.add_argument("--agreement", type=float, default=0.8, help="share of tokens both agree on (default 0.8)")
     parser.add_argument(

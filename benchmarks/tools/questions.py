@@ -7,9 +7,10 @@ Each line of a file has a "prompt" or "turns". The output has --num questions of
 
 from __future__ import annotations
 
-import argparse
 import json
 from pathlib import Path
+
+from benchmarks.tools.record import make_parser
 
 
 def choose_questions(file: Path, num: int) -> list[str]:
@@ -20,7 +21,7 @@ def choose_questions(file: Path, num: int) -> list[str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__)
     parser.add_argument("files", type=Path, nargs="+", help="JSON lines")
     parser.add_argument("--num", type=int, default=8, help="questions of each file (default %(default)s)")
     parser.add_argument("--output", type=Path, required=True, metavar="FILE")

@@ -54,6 +54,11 @@ def package_versions() -> dict[str, str]:
     return versions
 
 
+def make_parser(doc: str | None) -> argparse.ArgumentParser:
+    """The parser of a script, whose --help begins with the script's docstring."""
+    return argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+
+
 def add_output(parser: argparse.ArgumentParser, name: str, required: bool = True) -> None:
     """Add the options --output and --name, which say where `write_results` writes. name: the default of --name."""
     parser.add_argument("--output", type=Path, metavar="DIR", required=required, help="folder for the results")

@@ -12,74 +12,39 @@ prompts over the new time; a cell's figure is the median over rounds, with a 95 
 
 from __future__ import annotations
 
-import argparse
 import json
-import subprocess
 from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
 
 import numpy as np
 from scipy.stats import bootstrap
 
+from benchmarks.peers.process import PeerProcess
 from benchmarks.peers.protocol import PeerOptions
-from benchmarks.tools.record import add_output, write_results
+from benchmarks.tools.record import add_output, make_parser, write_results
 from draftwood.runtime.text.tokenizer import Tokenizer
 
 CELLS = ("native:fp32", "native:int8", "native:int4", "onnxruntime:fp32")
 METHODS = ("plain", "chain:8", "topk:7", "auto")
 
 
-class Text(NamedTuple):
-    """tokens: ids of the output. seconds: of decoding, prompt included."""
-
-    tokens: list[int]
-    seconds: float
-
-
-class Program:
-    """The running program of a checkout. It accepts the protocol of the present checkout and of the one before texts
-    were written several at a time."""
-
-    def __init__(self, python: Path, options: PeerOptions) -> None:
-        """python: an interpreter in CHECKOUT/.venv/bin."""
-        command = [str(python), "-m", "benchmarks.peers.programs.draftwood", *options.to_arguments()]
-        self._process = subprocess.Popen(
-            command, cwd=python.parents[2], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        )
-        self._read()
-
-    def write_text(self, method: str, prompt: list[int], max_tokens: int) -> Text:
-        assert self._process.stdin is not None
-        request = {"method": method, "prompt": prompt, "prompts": [prompt], "max_tokens": max_tokens}
-        self._process.stdin.write(json.dumps(request) + "\n")
-        self._process.stdin.flush()
-        answer = self._read()
-        return Text(answer["texts"][0] if "texts" in answer else answer["tokens"], answer["seconds"])
-
-    def _read(self) -> dict[str, Any]:
-        assert self._process.stdout is not None
-        answer: dict[str, Any] = json.loads(self._process.stdout.readline() or '{"error": "the program ended"}')
-        if "error" in answer:
-            raise RuntimeError(answer["error"])
-        return answer
-
-    def close(self) -> None:
-        """End the program."""
-        with self._process:
-            pass
+def start(python: Path, options: PeerOptions) -> PeerProcess:
+    """The program of a checkout. python: an interpreter in CHECKOUT/.venv/bin."""
+    command = [str(python), "-m", "benchmarks.peers.programs.draftwood", *options.to_arguments()]
+    return PeerProcess(command, options.work / "log.txt", python.parents[2])
 
 
-def compare(old: Program, new: Program, method: str, prompts: list[list[int]], max_tokens: int) -> float:
+def compare(old: PeerProcess, new: PeerProcess, method: str, prompts: list[list[int]], max_tokens: int) -> float:
     """Old time over new time, after a text that warms up. Raises RuntimeError when the texts differ."""
     seconds = dict.fromkeys((old, new), 0.0)
     for turn, prompt in enumerate((prompts[0], *prompts)):
-        texts = {program: program.write_text(method, prompt, max_tokens) for program in (old, new)[:: (-1) ** turn]}
-        if texts[old].tokens != texts[new].tokens:
+        order = (old, new)[:: (-1) ** turn]
+        found = {program: program.generate(method, [prompt], max_tokens) for program in order}
+        if found[old].texts != found[new].texts:
             raise RuntimeError(f"{method}: the texts differ")
-        for program, text in texts.items():
-            seconds[program] += text.seconds if turn else 0
+        for program, generation in found.items():
+            seconds[program] += generation.seconds if turn else 0
     return seconds[old] / seconds[new]
 
 
@@ -91,7 +56,7 @@ def median_with_interval(ratios: Sequence[float]) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__)
     parser.add_argument("--old", type=Path, required=True, metavar="PYTHON")
     parser.add_argument("--new", type=Path, required=True, metavar="PYTHON")
     parser.add_argument("--pair", type=Path, required=True, help="folder of benchmarks.tools.pair")
@@ -114,7 +79,7 @@ def main() -> None:
             for python in (args.old, args.new)[:: (-1) ** turn]:
                 work = python.absolute().parents[2] / "build" / "same_speed"
                 options = PeerOptions(args.pair.absolute(), precision, work, args.threads, (3, 8), backend)
-                opened[python] = Program(python.absolute(), options)
+                opened[python] = start(python.absolute(), options)
             for method in args.methods.split(","):
                 ratios[method].append(compare(opened[args.old], opened[args.new], method, prompts, args.max_tokens))
             for program in opened.values():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+import tempfile
 from collections import Counter
 from copy import copy
 from dataclasses import replace
@@ -18,12 +19,11 @@ from ...models.layers import EMBEDDING_WEIGHT, HEAD_WEIGHT, network_of
 from ...runtime.bundle.defaults import known, params_from
 from ...runtime.text.tokenizer import Tokenizer
 from ..parallel import in_parts
-from ..tokenizer import check_rows
+from ..tokenizer import check_rows, check_same_vocabulary
 from .folder import HuggingFaceFolder
-from .fused import Split
 from .lora import Merged
 from .source import Blocks, ModelFiles, TensorSource, stored_blocks
-from .vocabulary import BY_TOKEN, CutVocabulary, TrimmedVocabulary, check_tied, read_kept_tokens
+from .views import BY_TOKEN, check_tied, cut, read_kept_tokens, split, trimmed
 
 
 class Checkpoint:
@@ -45,7 +45,7 @@ class Checkpoint:
             self._source, self.notes = merged, (*self.notes, *merged.notes)
         if self.config.draft_vocab_size is not None:
             self._trim(read_kept_tokens(self._files.tensors, self.config.draft_vocab_size, self.config.vocab_size))
-        self._source = Split(self._source, self.config)
+        self._source = split(self._source, self.config)
         for name, shape in network_of(self.config).tensors().items():
             self._check(name, shape)
         if self.config.tie_embeddings:
@@ -67,7 +67,7 @@ class Checkpoint:
                 "not have: trim it to tokens that both have"
             )
         names = BY_TOKEN if self.kept_tokens is None else (EMBEDDING_WEIGHT,)
-        result._source = CutVocabulary(self._source, tokens, names)
+        result._source = cut(self._source, tokens, names)
         return result
 
     def trimmed(self, tokens: NDArray[np.int64]) -> Checkpoint:
@@ -78,7 +78,7 @@ class Checkpoint:
         return result
 
     def _trim(self, tokens: NDArray[np.int64]) -> None:
-        self._source = TrimmedVocabulary(self._source, tokens, self.config.tie_embeddings)
+        self._source = trimmed(self._source, tokens, self.config.tie_embeddings)
         self.config = replace(self.config, draft_vocab_size=len(tokens), tie_embeddings=False)
         self.kept_tokens = tokens
 
@@ -123,6 +123,11 @@ class Checkpoint:
         check_rows(self.path, tokenizer, self.config.vocab_size)
         return tokenizer
 
+    def tokenizer(self) -> Tokenizer:
+        """The tokenizer that `write_tokenizer` opens. Raises CheckpointError."""
+        with tempfile.TemporaryDirectory() as folder:
+            return self.write_tokenizer(Path(folder))
+
     def _refuse_not_finite(self, name: str, array: NDArray[Any]) -> None:
         if not is_finite(array):
             raise CheckpointError(f"{self.path}: tensor {name} holds NaN or infinity; the checkpoint is damaged")
@@ -153,6 +158,12 @@ def is_finite(array: NDArray[Any]) -> bool:
             lambda part: found.append((bits[part] & (infinity | infinity - 1)).max() < infinity),
         )
     return all(found)
+
+
+def check_same_tokens(target: Checkpoint, draft: Checkpoint) -> None:
+    """Raises CheckpointError unless every token has the same id in both checkpoints."""
+    with target.tokenizer() as ours, draft.tokenizer() as theirs:
+        check_same_vocabulary(ours, theirs)
 
 
 def files_at(path: Path) -> ModelFiles:

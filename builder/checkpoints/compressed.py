@@ -18,20 +18,7 @@ from numpy.typing import NDArray
 
 from ...models.errors import CheckpointError
 from ...models.fields import brief, switch
-from .packed import (
-    SCALES,
-    WORD,
-    check_index,
-    dequantised,
-    in_order,
-    listed_modules,
-    number_of_bits,
-    one_of,
-    refuse_set,
-    require,
-    size_of_group,
-    unpacked,
-)
+from .packed import OTHER_MODEL, SCALES, WORD, PackedMatrix, QuantizationConfig, read_index, require, unpacked
 from .safetensors import FLOAT8
 from .source import TensorSource
 
@@ -48,15 +35,14 @@ MOST_BLOCK = 1 << 20  # rows or columns of a block that shares a scale
 
 @dataclass(frozen=True, slots=True)
 class Scheme:
-    """How the matrices of one config group are stored. packed: whether values are packed into 32-bit words. symmetric:
-    whether there are no zero points. block: rows and columns that share a scale; -1 columns are a whole row."""
+    """How the matrices of one config group are stored."""
 
-    packed: bool
+    packed: bool  # into 32-bit words
     kind: str  # INT | FLOAT
     bits: int
-    symmetric: bool
+    symmetric: bool  # there are no zero points
     strategy: str
-    block: tuple[int, int]
+    block: tuple[int, int]  # rows and columns that share a scale; -1 columns are a whole row
 
     @classmethod
     def read(cls, group: Mapping[str, Any], form: str) -> Scheme:
@@ -68,13 +54,16 @@ class Scheme:
                 f"config.json: {METHOD} with a config group without weights, {brief(weights)}, is not supported; use a "
                 "checkpoint whose weights are quantised, or the unquantised one"
             )
-        form = one_of({"format": group.get("format") or form}, "format", METHOD, FORMATS)
-        kind = one_of(weights, "type", METHOD, (INT, FLOAT))
-        bits = number_of_bits({"num_bits": 8} | weights, "num_bits", f"{METHOD} of type {kind}", BITS[kind])
-        strategy = strategy_of(weights)
+        size = weights.get("group_size")
+        strategy = weights.get("strategy") or (TENSOR if size is None else CHANNEL if size == -1 else GROUP)
+        defaults = {"num_bits": 8} | weights | {"format": group.get("format") or form, "strategy": strategy}
+        config = QuantizationConfig(defaults, METHOD)
+        form, kind = config.one_of("format", *FORMATS), config.one_of("type", INT, FLOAT)
+        bits = config._replace(method=f"{METHOD} of type {kind}").bits("num_bits", BITS[kind])
+        strategy = config.one_of("strategy", TENSOR, CHANNEL, GROUP, BLOCK)
         if form == PACKED and (kind == FLOAT or strategy in (TENSOR, BLOCK)):
             raise CheckpointError(f"config.json: {PACKED} holds no weights of type {kind} with strategy {strategy}")
-        block = (1, size_of_group(weights)) if strategy == GROUP else (1, -1)
+        block = (1, config.group_size()) if strategy == GROUP else (1, -1)
         if strategy == BLOCK:
             block = size_of_block(weights.get("block_structure"))
         symmetric = weights.get("symmetric") is None or switch(weights, "symmetric")
@@ -111,6 +100,14 @@ class Scheme:
         packed = self.packed and len(scale.shape) == 2 and zeros[:2] == (words, "I32")
         return self.kind == INT and (packed or zeros[:2] == (scale.shape, "I8"))
 
+    def by_group(self, numbers: NDArray[Any], outputs: int) -> NDArray[Any]:
+        """Expand scales or zero points from their stored shape to [out, groups]."""
+        if self.strategy == TENSOR:
+            return np.broadcast_to(numbers.reshape(1, 1), (outputs, 1))
+        if self.strategy == BLOCK:
+            return numbers.repeat(min(self.block[0], outputs), axis=0)[:outputs]
+        return numbers.reshape(outputs, -1)
+
     @property
     def values(self) -> str:
         """Name of the tensor that holds a module's values."""
@@ -119,22 +116,22 @@ class Scheme:
 
 @dataclass(frozen=True, slots=True)
 class Compressed:
-    """The Layout of compressed-tensors. schemes: those of the config groups, each once."""
+    """The Layout of compressed-tensors."""
 
-    schemes: tuple[Scheme, ...]
+    schemes: tuple[Scheme, ...]  # of the config groups, each once
     listed: tuple[str, ...]
     notes: tuple[str, ...]
 
     @classmethod
-    def read(cls, config: Mapping[str, Any]) -> Compressed:
+    def read(cls, fields: Mapping[str, Any]) -> Compressed:
         """Read `quantization_config`. Raises CheckpointError for settings that are not supported."""
-        refuse_set(config, METHOD, ("transform_config", "moe_sparsity_config"))
-        sparsity = config.get("sparsity_config") or {}
+        config = QuantizationConfig({**fields, "format": fields.get("format") or "none"}, METHOD)
+        config.refuse("transform_config", "moe_sparsity_config")
+        sparsity = fields.get("sparsity_config") or {}
         if not isinstance(sparsity, dict) or sparsity.get("format", "dense") != "dense":
             raise CheckpointError(f"config.json: {METHOD} with sparsity_config is not supported; 'dense' is")
-        one_of(config, "quantization_status", METHOD, STATUSES)
-        form = one_of({"format": config.get("format") or "none"}, "format", METHOD, FORMATS)
-        groups = config.get("config_groups")
+        config.one_of("quantization_status", *STATUSES)
+        form, groups = config.one_of("format", *FORMATS), fields.get("config_groups")
         if not isinstance(groups, dict) or not 0 < len(groups) <= MOST_GROUPS:
             raise CheckpointError(
                 f"config.json: config_groups must be an object of 1 to {MOST_GROUPS} groups, found {brief(groups)}"
@@ -142,7 +139,7 @@ class Compressed:
         if not all(isinstance(group, dict) for group in groups.values()):
             raise CheckpointError("config.json: config_groups must hold objects; names of presets are not supported")
         schemes = tuple(dict.fromkeys(Scheme.read(group, form) for group in groups.values()))
-        return cls(schemes, listed_modules(config, "ignore"), tuple(left_out(config, groups)))
+        return cls(schemes, config.listed("ignore"), tuple(left_out(fields, groups)))
 
     @property
     def name(self) -> str:
@@ -156,29 +153,28 @@ class Compressed:
             shape = outputs, inputs
         else:
             return None
-        self._scheme(source, module, *shape)
-        require(source, f"{module}.weight_scale", SCALES, source_shape(source, f"{module}.weight_scale"))
+        scheme = self._scheme(source, module, *shape)
+        require(source, f"{module}.weight_scale", SCALES, *scheme.scale_shapes(*shape))
         if source.stored(f"{module}.weight_g_idx") is not None:
             require(source, f"{module}.weight_g_idx", ("I32",), (shape[1],))
         return shape
 
-    def weight(self, source: TensorSource, module: str) -> NDArray[np.float32]:
+    def matrix(self, source: TensorSource, module: str) -> PackedMatrix:
         shape = self.shape(source, module)
         assert shape is not None
-        outputs, inputs = shape
-        scheme = self._scheme(source, module, outputs, inputs)
-        values = source.tensor(f"{module}.{scheme.values}")
+        (outputs, inputs), scheme = shape, self._scheme(source, module, *shape)
+        values, zeros = source.tensor(f"{module}.{scheme.values}"), np.zeros((1, 1), np.int16)
         if scheme.packed:
             values = signed(values, scheme.bits)[:, :inputs]
-        scales = source.tensor(f"{module}.weight_scale")
-        zeros: NDArray[Any] | int = 0
         if source.stored(f"{module}.weight_zero_point") is not None:
             zeros = source.tensor(f"{module}.weight_zero_point")
             if zeros.dtype == np.int32:
                 zeros = signed(zeros.T, scheme.bits).T[:outputs]
-            zeros = by_group(zeros, scheme, outputs)
-        index = self._index(source, module, scheme, inputs)
-        return dequantised(values, by_group(scales, scheme, outputs), zeros, index)
+            zeros = scheme.by_group(zeros, outputs)
+        scales = scheme.by_group(source.tensor(f"{module}.weight_scale"), outputs)
+        return PackedMatrix(
+            values, scales, zeros, read_index(source, f"{module}.weight_g_idx", inputs, scheme.block[1])
+        )
 
     def _packed_shape(self, source: TensorSource, module: str) -> tuple[int, int]:
         """[out, in] as the tensor weight_shape says. This tensor has to be read: no header says it."""
@@ -199,45 +195,12 @@ class Compressed:
         names = ("weight_packed", "weight", "weight_scale", "weight_zero_point")
         stored = {name: source.stored(f"{module}.{name}") for name in names}
         found = ", ".join(f"{name} {each.dtype} {each.shape}" for name, each in stored.items() if each is not None)
-        raise CheckpointError(
-            f"{module} has {found}, which is not {self.name}, as config.json has it: "
-            "the two files belong to different models, download both again"
-        )
-
-    def _index(self, source: TensorSource, module: str, scheme: Scheme, inputs: int) -> NDArray[Any]:
-        name, size = f"{module}.weight_g_idx", scheme.block[1]
-        if source.stored(name) is None:
-            return in_order(inputs, size)
-        return check_index(name, source.tensor(name), 1 if size == -1 else -(-inputs // size))
-
-
-def by_group(numbers: NDArray[Any], scheme: Scheme, outputs: int) -> NDArray[Any]:
-    """Expand scales or zero points from their stored shape to [out, groups]."""
-    if scheme.strategy == TENSOR:
-        return np.broadcast_to(numbers.reshape(1, 1), (outputs, 1))
-    if scheme.strategy == BLOCK:
-        return numbers.repeat(min(scheme.block[0], outputs), axis=0)[:outputs]
-    return numbers.reshape(outputs, -1)
+        raise CheckpointError(f"{module} has {found}, which is not {self.name}, as config.json has it: {OTHER_MODEL}")
 
 
 def signed(words: NDArray[Any], bits: int) -> NDArray[np.int16]:
     """Unpack int32 [rows, words] into int16 [rows, words * 32 / bits], whose least value is -2^(bits-1)."""
     return unpacked(words, bits).astype(np.int16) - (1 << (bits - 1))
-
-
-def source_shape(source: TensorSource, name: str) -> tuple[int, ...]:
-    """The shape of a tensor that exists."""
-    stored = source.stored(name)
-    assert stored is not None
-    return stored.shape
-
-
-def strategy_of(weights: Mapping[str, Any]) -> str:
-    """The field `strategy`; without it, the strategy that the group size implies. Raises CheckpointError."""
-    size = weights.get("group_size")
-    implied = TENSOR if size is None else CHANNEL if size == -1 else GROUP
-    name = "strategy"
-    return one_of({name: weights.get(name) or implied}, name, METHOD, (TENSOR, CHANNEL, GROUP, BLOCK))
 
 
 def size_of_block(block: Any) -> tuple[int, int]:

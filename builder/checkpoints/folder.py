@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from ...models.config import LlamaConfig
-from ...models.fields import token_ids
+from ...models.errors import CheckpointError
+from ...models.fields import brief, token_ids
 from ...runtime.bundle.bundle import GENERATION
 from ...runtime.text.tokenizer import Tokenizer
 from ..tokenizer import convert_tokenizer
-from .json_file import read_json
-from .packed import Dequantised
-from .quantised import layout_of
+from .compressed import METHOD, Compressed
+from .packed import Dequantised, Layout
+from .qweight import AWQ, GPTQ, read_awq, read_gptq
 from .safetensors import Safetensors
-from .source import TensorSource
+from .source import TensorSource, read_json
 
 CONFIG = "config.json"
+LAYOUTS: Mapping[str, Callable[[Mapping[str, Any]], Layout]]
+LAYOUTS = {AWQ: read_awq, GPTQ: read_gptq, METHOD: Compressed.read}
 
 
 class HuggingFaceFolder:
@@ -45,3 +48,20 @@ class HuggingFaceFolder:
 
     def write_tokenizer(self, destination: Path) -> Tokenizer:
         return convert_tokenizer(self._folder, destination)
+
+
+def layout_of(config: Mapping[str, Any]) -> Layout | None:
+    """The layout of a checkpoint's matrices; None when they are not quantised. config: the content of config.json.
+    Raises CheckpointError for a format that is not supported, and lists those that are."""
+    found = config.get("quantization_config")
+    if not found:
+        return None
+    if not isinstance(found, dict):
+        raise CheckpointError(f"config.json: quantization_config must be an object, found {brief(found)}")
+    method = found.get("quant_method")
+    if not isinstance(method, str) or method not in LAYOUTS:
+        raise CheckpointError(
+            f"config.json: quantization_config of {brief(method)} is not supported; {', '.join(LAYOUTS)} are, and "
+            "fp32, fp16 and bf16 checkpoints, which the builder quantises"
+        )
+    return LAYOUTS[method](found)

@@ -31,12 +31,11 @@ TIMEOUT = 30.0  # seconds for the list of files
 
 
 class Kind(NamedTuple):
-    """A kind of repository. words: what error messages call it. settings: files to download; the first one must exist.
-    weights: the file of weights when there is no index."""
+    """A kind of repository."""
 
-    words: str
-    settings: tuple[str, ...]
-    weights: str
+    words: str  # what error messages call it
+    settings: tuple[str, ...]  # files to download; the first one must exist
+    weights: str  # the file of weights when there is no index
 
 
 MODEL = Kind(
@@ -46,10 +45,10 @@ ADAPTER = Kind("a LoRA adapter of PEFT", (lora.SETTINGS,), lora.WEIGHTS)
 
 
 class HubId(NamedTuple):
-    """A repository and its revision: a branch, a tag or a commit; None is the main branch."""
+    """A repository at a revision."""
 
     repository: str
-    revision: str | None
+    revision: str | None  # a branch, a tag or a commit; None is the main branch
 
     def __str__(self) -> str:
         return self.repository if self.revision is None else f"{self.repository}@{self.revision}"

@@ -21,9 +21,8 @@ from ...models.errors import CheckpointError
 from ...models.fields import brief
 from ...models.layers import EMBED_TOKENS, HEAD_WEIGHT, LM_HEAD
 from ..tokenizer import TOKENIZER_FILES
-from .json_file import read_json
 from .safetensors import Safetensors, open_safetensors
-from .source import Blocks, Stored, TensorSource, stored_blocks
+from .source import Blocks, Stored, TensorSource, read_json, stored_blocks
 
 SETTINGS, WEIGHTS, PICKLED = "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"
 PREFIX = "base_model.model."  # of every tensor's name; what follows is the model's own
@@ -42,14 +41,13 @@ MOST_RANK, MOST_ALPHA, MOST_PATTERNS = 1 << 16, 1e9, 1 << 12
 
 @dataclass(frozen=True, slots=True)
 class Scales:
-    """Ranks and scales of adapter_config.json. rank, alpha: r and lora_alpha. by_root: use_rslora. ranks, alphas:
-    rank_pattern and alpha_pattern; a key is the end of a module's name, or `^` and the whole name."""
+    """Ranks and scales of adapter_config.json. A pattern's key is the end of a module's name, or `^` and the name."""
 
-    rank: int
-    alpha: float
-    by_root: bool
-    ranks: Mapping[str, int]
-    alphas: Mapping[str, float]
+    rank: int  # r
+    alpha: float  # lora_alpha
+    by_root: bool  # use_rslora
+    ranks: Mapping[str, int]  # rank_pattern
+    alphas: Mapping[str, float]  # alpha_pattern
 
     def rank_of(self, module: str) -> int:
         return self.ranks.get(pattern_of(self.ranks, module), self.rank)
@@ -203,15 +201,15 @@ def read_scales(folder: Path) -> Scales:
     if by_root is not None and not isinstance(by_root, bool):
         raise CheckpointError(f"{file}: use_rslora must be true or false, found {brief(by_root)}")
     return Scales(
-        checked_rank(file, "r", config.get("r")),
-        checked_alpha(file, "lora_alpha", config.get("lora_alpha")),
+        checked(file, "r", config.get("r"), rank=True),
+        checked(file, "lora_alpha", config.get("lora_alpha"), rank=False),
         bool(by_root),
-        {key: checked_rank(file, "rank_pattern", rank) for key, rank in patterns(file, config, "rank_pattern")},
-        {key: checked_alpha(file, "alpha_pattern", alpha) for key, alpha in patterns(file, config, "alpha_pattern")},
+        patterns(file, config, "rank_pattern", rank=True),
+        patterns(file, config, "alpha_pattern", rank=False),
     )
 
 
-def patterns(file: Path, config: Mapping[str, Any], name: str) -> list[tuple[str, Any]]:
+def patterns(file: Path, config: Mapping[str, Any], name: str, rank: bool) -> dict[str, Any]:
     """Entries of rank_pattern or alpha_pattern. PEFT reads their keys as regular expressions; only keys that are plain
     names are supported. Raises CheckpointError for others."""
     found = config.get(name) or {}
@@ -220,7 +218,7 @@ def patterns(file: Path, config: Mapping[str, Any], name: str) -> list[tuple[str
     for key in found:
         if not re.fullmatch(r"\^?[\w.-]+", key):
             raise CheckpointError(f"{file}: {name} has {brief(key)}, and not the name of a module, {FIX}")
-    return list(found.items())
+    return {key: checked(file, name, value, rank) for key, value in found.items()}
 
 
 def pattern_of(keys: Mapping[str, Any], module: str) -> str:
@@ -231,16 +229,11 @@ def pattern_of(keys: Mapping[str, Any], module: str) -> str:
     return module
 
 
-def checked_rank(file: Path, name: str, rank: Any) -> int:
-    """A rank from 1 to MOST_RANK. Raises CheckpointError that names the field."""
-    if isinstance(rank, bool) or not isinstance(rank, int) or not 1 <= rank <= MOST_RANK:
-        raise CheckpointError(f"{file}: {name} must be a whole number from 1 to {MOST_RANK}, found {brief(rank)}")
-    return rank
-
-
-def checked_alpha(file: Path, name: str, alpha: Any) -> float:
-    """A number from -MOST_ALPHA to MOST_ALPHA. Raises CheckpointError that names the field."""
-    number = isinstance(alpha, int | float) and not isinstance(alpha, bool)
-    if not number or not -MOST_ALPHA <= alpha <= MOST_ALPHA:
-        raise CheckpointError(f"{file}: {name} must be a number of at most {MOST_ALPHA:g}, found {brief(alpha)}")
-    return float(alpha)
+def checked(file: Path, name: str, value: Any, rank: bool) -> Any:
+    """A rank from 1 to MOST_RANK, or an alpha from -MOST_ALPHA to MOST_ALPHA. Raises CheckpointError that names the
+    field."""
+    kind, least, most = (int, 1, MOST_RANK) if rank else (int | float, -MOST_ALPHA, MOST_ALPHA)
+    if isinstance(value, bool) or not isinstance(value, kind) or not least <= value <= most:
+        wanted = f"a whole number from 1 to {MOST_RANK}" if rank else f"a number of at most {MOST_ALPHA:g}"
+        raise CheckpointError(f"{file}: {name} must be {wanted}, found {brief(value)}")
+    return value

@@ -4,7 +4,7 @@ layout is a file in this folder; `quantised.py` lists them."""
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,6 +19,31 @@ SCALES = ("F16", "BF16", "F32")  # dtypes of scales
 MOST_GROUP = 1 << 20  # inputs that may share a scale
 AT_A_TIME = 1 << 20  # numbers that are dequantised together; they fit the processor's cache
 MOST_LISTED = 1 << 16  # modules that a config may list
+OTHER_MODEL = "the two files belong to different models, download both again"
+
+
+class PackedMatrix(NamedTuple):
+    """A matrix as every layout stores it: weight = (values - zeros) * scales, each of the group of its input."""
+
+    values: NDArray[Any]  # [out, in], integers or float8
+    scales: NDArray[Any]  # [out, groups]
+    zeros: NDArray[Any]  # [out, groups], or [1, 1], one for all
+    group_of: NDArray[Any]  # [in], the group of each input
+
+    def dequantised(self) -> NDArray[np.float32]:
+        """fp32 [out, in]. The difference is exact. The product is exact, too, for scales in fp16 and bf16."""
+        values, scales = self.values, self.scales.astype(np.float32, order="C")
+        zeros = np.broadcast_to(np.asarray(self.zeros, np.float32, order="C"), scales.shape)
+        weight = np.empty(values.shape, np.float32)
+        columns = self.group_of if scales.shape[1] > 1 else slice(1)
+        rows = max(1, AT_A_TIME // values.shape[1])
+        with np.errstate(over="ignore", invalid="ignore"):  # Checkpoint.tensor refuses infinity
+            for start in range(0, len(values), rows):
+                part = slice(start, start + rows)
+                weight[part] = values[part]
+                weight[part] -= zeros[part][:, columns]
+                weight[part] *= scales[part][:, columns]
+        return weight
 
 
 class Layout(Protocol):
@@ -40,8 +65,8 @@ class Layout(Protocol):
         """[out, in] of a module; None when it is not quantised. Reads no weights. Raises CheckpointError when the
         dtypes and shapes of its tensors contradict each other or the settings."""
 
-    def weight(self, source: TensorSource, module: str) -> NDArray[np.float32]:
-        """The dequantised matrix [out, in] of a module whose `shape` is not None. Raises CheckpointError."""
+    def matrix(self, source: TensorSource, module: str) -> PackedMatrix:
+        """The matrix of a module whose `shape` is not None. Raises CheckpointError."""
 
 
 class Dequantised:
@@ -54,59 +79,31 @@ class Dequantised:
     def stored(self, name: str) -> Stored | None:
         """See TensorSource.stored. Raises CheckpointError for a quantised matrix whose tensors contradict each
         other."""
-        module = name.removesuffix(WEIGHT)
+        module, plain = name.removesuffix(WEIGHT), self._source.stored(name)
         shape = self._layout.shape(self._source, module) if name.endswith(WEIGHT) else None
         if shape is None:
-            return self._source.stored(name)
-        plain = self._source.stored(name)
+            return plain
         if plain is not None and plain.is_read:
             raise CheckpointError(f"{module} is stored twice, packed and as {plain.dtype}: download it again")
         if module in self._layout.listed:
             raise CheckpointError(
                 f"{module} is packed, and quantization_config in config.json lists it among the modules that are not: "
-                "the two files belong to different models, download both again"
+                f"{OTHER_MODEL}"
             )
         return Stored(shape, self._layout.name)
 
     def tensor(self, name: str) -> NDArray[Any]:
         module = name.removesuffix(WEIGHT)
         if name.endswith(WEIGHT) and self._layout.shape(self._source, module) is not None:
-            return self._layout.weight(self._source, module)
+            return self._layout.matrix(self._source, module).dequantised()
         return self._source.tensor(name)
-
-
-def dequantised(
-    values: NDArray[Any], scales: NDArray[Any], zeros: NDArray[Any] | int, index: NDArray[Any]
-) -> NDArray[np.float32]:
-    """Compute (values - zeros) * scales, fp32 [out, in].
-
-    values: [out, in], integers or float8. scales: [out, groups]. zeros: [out, groups], or one for all. index: [in], the
-    group of each input. The difference is exact. The product is exact, too, for scales in fp16 and bf16.
-    """
-    scales = scales.astype(np.float32, order="C")
-    zeros = np.broadcast_to(np.asarray(zeros, np.float32, order="C"), scales.shape)
-    weight = np.empty(values.shape, np.float32)
-    columns = index if scales.shape[1] > 1 else slice(1)
-    rows = max(1, AT_A_TIME // values.shape[1])
-    with np.errstate(over="ignore", invalid="ignore"):  # Checkpoint.tensor refuses infinity
-        for start in range(0, len(values), rows):
-            part = slice(start, start + rows)
-            weight[part] = values[part]
-            weight[part] -= zeros[part][:, columns]
-            weight[part] *= scales[part][:, columns]
-    return weight
 
 
 def unpacked(words: NDArray[Any], bits: int) -> NDArray[np.uint8]:
     """Unpack int32 [rows, words] into uint8 [rows, words * 32 / bits]. A word's lowest bits are its first value. bits:
     4 or 8."""
     octets = np.ascontiguousarray(words).astype("<i4", copy=False).view(np.uint8)
-    if bits == 8:
-        return octets
-    values = np.empty((len(octets), 2 * octets.shape[1]), np.uint8)
-    values[:, 0::2] = octets & 15
-    values[:, 1::2] = octets >> 4
-    return values
+    return octets if bits == 8 else np.stack((octets & 15, octets >> 4), -1).reshape(len(octets), -1)
 
 
 def group_count(inputs: int, group_size: int) -> int:
@@ -117,6 +114,19 @@ def group_count(inputs: int, group_size: int) -> int:
 def in_order(inputs: int, group_size: int) -> NDArray[np.int64]:
     """The group of each input, int64 [in], when consecutive inputs share a group."""
     return np.arange(inputs) // (inputs if group_size == -1 else group_size)
+
+
+def read_index(source: TensorSource, name: str, inputs: int, group_size: int) -> NDArray[Any]:
+    """The group of each input, [in], by the tensor `name`; consecutive inputs share a group where there is none. Raises
+    CheckpointError for a group that does not exist."""
+    if source.stored(name) is None:
+        return in_order(inputs, group_size)
+    index, groups = source.tensor(name), group_count(inputs, group_size)
+    if index.size and not 0 <= index.min() <= index.max() < groups:
+        raise CheckpointError(
+            f"tensor {name} names groups {index.min()} to {index.max()} of {groups}; the checkpoint is damaged"
+        )
+    return index
 
 
 def require(
@@ -139,57 +149,52 @@ def require(
     return found.shape
 
 
-def check_index(name: str, index: NDArray[Any], groups: int) -> NDArray[Any]:
-    """Return the group of each input, [in]. Raises CheckpointError for a group that does not exist."""
-    if index.size and not 0 <= index.min() <= index.max() < groups:
-        raise CheckpointError(
-            f"tensor {name} names groups {index.min()} to {index.max()} of {groups}; the checkpoint is damaged"
+class QuantizationConfig(NamedTuple):
+    """Settings of a quantised checkpoint. Each method raises CheckpointError for a value that is not supported."""
+
+    fields: Mapping[str, Any]
+    method: str  # as error messages call it
+
+    def bits(self, name: str, read: tuple[int, ...]) -> int:
+        """A field that is one of the numbers of bits in `read`."""
+        bits = self.fields.get(name)
+        if isinstance(bits, bool) or not isinstance(bits, int) or bits not in read:
+            raise self._refused(name, bits, f"{' and '.join(map(str, read))} bits are")
+        return bits
+
+    def one_of(self, name: str, *read: str) -> str:
+        """A field that is one of `read`, in any case of letters; the first one is the default."""
+        value = read[0] if self.fields.get(name) is None else self.fields[name]
+        if not isinstance(value, str) or value.lower() not in read:
+            raise self._refused(name, value, f"{', '.join(read)} {'is' if len(read) == 1 else 'are'}")
+        return value.lower()
+
+    def group_size(self) -> int:
+        """Inputs that share a scale; -1 is all inputs of a row."""
+        size = self.fields.get("group_size")
+        if isinstance(size, bool) or not isinstance(size, int) or not (size == -1 or 1 <= size <= MOST_GROUP):
+            raise CheckpointError(
+                f"config.json: group_size must be -1 or a whole number from 1 to {MOST_GROUP}, found {brief(size)}"
+            )
+        return size
+
+    def listed(self, name: str) -> tuple[str, ...]:
+        """A field that lists modules; absent and null mean none."""
+        listed = [] if self.fields.get(name) is None else self.fields[name]
+        if not isinstance(listed, list) or len(listed) > MOST_LISTED or not all(isinstance(x, str) for x in listed):
+            raise CheckpointError(f"config.json: {name} must be a list of names of modules, found {brief(listed)}")
+        return tuple(listed)
+
+    def refuse(self, *names: str) -> None:
+        """Refuse fields that change what the tensors mean."""
+        for name in names:
+            if self.fields.get(name):
+                raise CheckpointError(
+                    f"config.json: {self.method} with {name} is not supported; use a checkpoint without it"
+                )
+
+    def _refused(self, name: str, value: Any, supported: str) -> CheckpointError:
+        return CheckpointError(
+            f"config.json: {self.method} with {name} {brief(value)} is not supported; {supported}: use such a "
+            "checkpoint, or the unquantised one"
         )
-    return index
-
-
-def number_of_bits(config: Mapping[str, Any], name: str, method: str, read: tuple[int, ...]) -> int:
-    """A field that is one of the numbers of bits in `read`. Raises CheckpointError."""
-    bits = config.get(name)
-    if isinstance(bits, bool) or not isinstance(bits, int) or bits not in read:
-        raise CheckpointError(
-            f"config.json: {method} with {name} {brief(bits)} is not supported; {' and '.join(map(str, read))} bits "
-            "are: use such a checkpoint, or the unquantised one"
-        )
-    return bits
-
-
-def size_of_group(config: Mapping[str, Any]) -> int:
-    """The field `group_size`: inputs that share a scale; -1 is all inputs of a row. Raises CheckpointError."""
-    size = config.get("group_size")
-    if isinstance(size, bool) or not isinstance(size, int) or not (size == -1 or 1 <= size <= MOST_GROUP):
-        raise CheckpointError(
-            f"config.json: group_size must be -1 or a whole number from 1 to {MOST_GROUP}, found {brief(size)}"
-        )
-    return size
-
-
-def listed_modules(config: Mapping[str, Any], name: str) -> tuple[str, ...]:
-    """A field that lists modules; absent and null mean none. Raises CheckpointError."""
-    listed = [] if config.get(name) is None else config[name]
-    if not isinstance(listed, list) or len(listed) > MOST_LISTED or not all(isinstance(each, str) for each in listed):
-        raise CheckpointError(f"config.json: {name} must be a list of names of modules, found {brief(listed)}")
-    return tuple(listed)
-
-
-def one_of(config: Mapping[str, Any], name: str, method: str, read: tuple[str, ...]) -> str:
-    """A field that is one of `read`, in any case of letters; the first one is the default. Raises CheckpointError."""
-    value = read[0] if config.get(name) is None else config[name]
-    if not isinstance(value, str) or value.lower() not in read:
-        raise CheckpointError(
-            f"config.json: {method} with {name} {brief(value)} is not supported; {', '.join(read)} "
-            f"{'is' if len(read) == 1 else 'are'}: use such a checkpoint, or the unquantised one"
-        )
-    return value.lower()
-
-
-def refuse_set(config: Mapping[str, Any], method: str, names: tuple[str, ...]) -> None:
-    """Raises CheckpointError for fields that change what the tensors mean."""
-    for name in names:
-        if config.get(name):
-            raise CheckpointError(f"config.json: {method} with {name} is not supported; use a checkpoint without it")

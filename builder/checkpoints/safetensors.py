@@ -20,8 +20,7 @@ from safetensors import SafetensorError, safe_open
 from ...models.errors import CheckpointError
 from ...models.fields import brief
 from ...models.plain_files import check_plain
-from .json_file import read_json
-from .source import Stored
+from .source import Stored, read_json
 
 DTYPES = ("F32", "F16", "BF16")
 FLOAT8 = "F8_E4M3"

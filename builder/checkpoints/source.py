@@ -10,25 +10,26 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...models.config import LlamaConfig
+from ...models.errors import CheckpointError
+from ...models.plain_files import read_object
 from ...runtime.text.tokenizer import Tokenizer
 
 
 class Stored(NamedTuple):
-    """A tensor as its file describes it. dtype: its name in the file. is_read: whether `tensor` supports this dtype."""
+    """A tensor as its file describes it."""
 
     shape: tuple[int, ...]
-    dtype: str
-    is_read: bool = True
+    dtype: str  # its name in the file
+    is_read: bool = True  # whether `tensor` supports this dtype
 
 
 class Blocks(NamedTuple):
-    """A matrix [N, K] in the blocks in which its file stores it: weight = code * scale + offset. bits: of a code, 8 or
-    4. codes: int8 [N, K]. scales, offsets: float32 [N, K / block], numbers that fp16 can hold."""
+    """A matrix [N, K] in the blocks in which its file stores it: weight = code * scale + offset."""
 
-    bits: int
-    codes: NDArray[np.int8]
-    scales: NDArray[np.float32]
-    offsets: NDArray[np.float32]
+    bits: int  # of a code, 8 or 4
+    codes: NDArray[np.int8]  # [N, K]
+    scales: NDArray[np.float32]  # [N, K / block], numbers that fp16 can hold
+    offsets: NDArray[np.float32]  # the same
 
     def rows(self, chosen: slice | NDArray[np.int64]) -> Blocks:
         """Some rows of the matrix."""
@@ -85,3 +86,13 @@ class ModelFiles(Protocol):
 
     def write_tokenizer(self, destination: Path) -> Tokenizer:
         """Write the tokenizer with its chat template into a folder, and open it there."""
+
+
+def read_json(file: Path, folder: str = "Hugging Face checkpoint folder") -> dict[str, Any]:
+    """Read a JSON object. folder: what the file's folder should be. Raises CheckpointError that names the file."""
+    try:
+        return read_object(file)
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{file} is missing: is this a {folder}?") from error
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{file} is not readable JSON: {error}; download it again") from error

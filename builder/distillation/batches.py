@@ -11,24 +11,21 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ...models.bindings import MASKED
-from .shards import GIVEN, TextStore, WrittenText
+from .state import GIVEN, TextStore, WrittenText
 
 FILES_AT_A_TIME = 16  # whose texts are shuffled together; bounds the memory
 
 
 class Batch(NamedTuple):
-    """B sequences of L tokens. tokens: int64 [B, L], the draft's input. texts: int64 [B, L], a number for each text: a
-    token sees only tokens of its own text. The rest describes the target at the place after each token. written: int64
-    [B, L], its token. kinds: uint8 [B, L], see shards.py; GIVEN at places that are not trained on. ids: int64 [B, L,
-    K]; logprobs: float32 [B, L, K]; tails: float32 [B, L]: see WrittenText."""
+    """B sequences of L tokens. From `written` on: the target at the place after each token, see WrittenText."""
 
-    tokens: Tensor
-    texts: Tensor
-    written: Tensor
-    kinds: Tensor
-    ids: Tensor
-    logprobs: Tensor
-    tails: Tensor
+    tokens: Tensor  # int64 [B, L], the draft's input
+    texts: Tensor  # int64 [B, L], a number for each text: a token sees only tokens of its own text
+    written: Tensor  # int64 [B, L], the target's token
+    kinds: Tensor  # uint8 [B, L]; GIVEN at places that are not trained on
+    ids: Tensor  # int64 [B, L, K]
+    logprobs: Tensor  # float32 [B, L, K]
+    tails: Tensor  # float32 [B, L]
 
     @property
     def scored(self) -> Tensor:

@@ -12,13 +12,11 @@ FIRST, REPLY, SECOND = "QXJ1", "RYK2", "SZL3"  # texts that no template contains
 
 
 class Layout(NamedTuple):
-    """Token ids. before: what stands before the first question. after: between a question and its answer. between:
-    between an answer and the next question; None where a text has one question. A base model's text has no questions:
-    `before` is its first token, and the others are empty."""
+    """Token ids. A base model's text has no questions: `before` is its first token, and the others are empty."""
 
-    before: list[int]
-    after: list[int]
-    between: list[int] | None
+    before: list[int]  # before the first question
+    after: list[int]  # between a question and its answer
+    between: list[int] | None  # between an answer and the next question; None where a text has one question
 
     @property
     def is_chat(self) -> bool:
@@ -37,26 +35,18 @@ def layout_of(tokenizer: Tokenizer, asked: bool = False) -> Layout:
                 "--prompts FILE"
             )
         return Layout([tokenizer.bos_token_id], [], None)
+    question = {"role": "user", "content": FIRST}
     try:
-        one = tokenizer.apply_chat_template([{"role": "user", "content": FIRST}])
-        before, after = split(one, FIRST)
+        before, after = split(tokenizer.apply_chat_template([question]), FIRST)
     except RequestError as error:
         raise ConfigError(f"{error}; give the target a template that takes one question of the user") from error
-    return Layout(encode(tokenizer, before), encode(tokenizer, after), between(tokenizer))
-
-
-def between(tokenizer: Tokenizer) -> list[int] | None:
-    """What stands between an answer and the next question; None where the template refuses a second question."""
-    messages = [
-        {"role": "user", "content": FIRST},
-        {"role": "assistant", "content": REPLY},
-        {"role": "user", "content": SECOND},
-    ]
     try:
-        text = tokenizer.apply_chat_template(messages)
-        return encode(tokenizer, split(split(text, REPLY)[1], SECOND)[0])
-    except (RequestError, ConfigError):
-        return None
+        answered = [question, {"role": "assistant", "content": REPLY}, {"role": "user", "content": SECOND}]
+        text = tokenizer.apply_chat_template(answered)
+        between = encode(tokenizer, split(split(text, REPLY)[1], SECOND)[0])
+    except (RequestError, ConfigError):  # the template refuses a second question
+        between = None
+    return Layout(encode(tokenizer, before), encode(tokenizer, after), between)
 
 
 def split(text: str, mark: str) -> tuple[str, str]:

@@ -1,12 +1,12 @@
 """The distillation of a draft: the target writes text, a small LLaMA learns from it, and the best one is written.
 
-The state folder holds texts (`texts/`), the compiled target (`target/`), the seconds spent on text (`text.json`), and
-the checkpoint of the training (`training.safetensors`). The same command goes on where an earlier one ended.
+The state folder holds texts (`texts/`), the bundle of the target (`target/`), its digest (`target.json`), the seconds
+spent on text (`text.json`), and the checkpoint of the training (`training.safetensors`). The same command goes on where
+an earlier one ended.
 """
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -19,32 +19,42 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ...models.bindings import TARGET
 from ...models.config import LlamaConfig
 from ...models.errors import ConfigError
 from ...models.plain_files import read_object
 from ...plugins.native.processor import available
 from ...runtime.bundle.staging import replaceable
+from ...runtime.text.tokenizer import Tokenizer
 from ..checkpoints.checkpoint import Checkpoint
 from ..checkpoints.hub import MODEL, local_folder
+from ..kept_tokens import expected_counts, kept_tokens
 from ..pipeline import end_of_text, refuse_draft
+from ..plots import acceptance_svg
 from ..progress import Begin, Step, remark
 from ..tokenizer import check_known
-from .acceptance import Acceptance, estimate
 from .batches import Batch, pack, training_batches
 from .card import origin_of
 from .conversation import layout_of, questions_of
-from .distributions import COLUMNS
-from .draft import FIGURES, Report, write_draft
-from .network import DraftNetwork, DraftShape, initialise
-from .options import LAYERS, SIZES, VOCABULARY, WORTH_MINUTES, DistillOptions
-from .plot import acceptance_svg
-from .shards import ANSWER, ANSWER_TEMPERATURES, HELD_OUT_SHARE, TextStore, WrittenText, is_held_out
-from .start import Start, check_beginning, read_start
-from .state_files import locked, read_seconds, write_json, write_text
-from .target import TextTarget, check_target, compile_target, open_tokenizer
+from .draft import FIGURES, Report, Start, check_beginning, read_start, write_draft
+from .loss import Acceptance, estimate
+from .network import DraftNetwork, draft_config, initialise
+from .options import VOCABULARY, WORTH_MINUTES, DistillOptions
+from .state import (
+    ANSWER,
+    ANSWER_TEMPERATURES,
+    HELD_OUT_SHARE,
+    TextStore,
+    WrittenText,
+    is_held_out,
+    locked,
+    read_seconds,
+    write_json,
+    write_text,
+)
+from .target import COLUMNS, TextTarget, check_target, compile_target
 from .text import TextCounts, TextLimits, TextWriter, fingerprint
 from .training import MEASURED_SECONDS, Progress, Schedule, Trainer
-from .vocabulary import expected_counts, kept_tokens
 
 TEXT_SECONDS, CHECKPOINT, LOG, PLOT = "text.json", "training.safetensors", "training.json", "acceptance.svg"
 MOST_HELD_OUT = 1 << 13  # tokens of held-out answers at each temperature
@@ -54,23 +64,21 @@ MOST_STATES = 4096  # hidden states from which the rows of untrained tokens are 
 
 
 class Watch(NamedTuple):
-    """What a caller hears. text: after each text, with the seconds spent on text. training: after each estimate, with
-    the progress. step: after each step, see Schedule. clock: the present time in seconds; tests count steps instead.
-    measured: seconds between two estimates. limits: bounds of a text."""
+    """What a caller hears, and when."""
 
-    text: Callable[[TextCounts, float], None] = lambda counts, seconds: None
-    training: Callable[[Acceptance, Progress], None] = lambda found, progress: None
-    step: Callable[[float, float], None] = lambda seconds, divergence: None
-    clock: Callable[[], float] = monotonic
-    measured: float = MEASURED_SECONDS
+    text: Callable[[TextCounts, float], None] = lambda counts, seconds: None  # after each text, with seconds on text
+    training: Callable[[Acceptance, Progress], None] = lambda found, progress: None  # after each estimate
+    step: Callable[[float, float], None] = lambda seconds, divergence: None  # after each step, see Schedule
+    clock: Callable[[], float] = monotonic  # the present time in seconds; tests count steps instead
+    measured: float = MEASURED_SECONDS  # between two estimates
     limits: TextLimits = TextLimits()
 
 
 class DistillResult(NamedTuple):
-    """figures: the content of distillation.json; empty where only text was written."""
+    """What a distillation made."""
 
     output: Path
-    figures: dict[str, Any]
+    figures: dict[str, Any]  # the content of distillation.json; empty where only text was written
 
 
 def distill(options: DistillOptions, begin: Begin, watch: Watch = Watch()) -> DistillResult:  # noqa: B008 - a NamedTuple
@@ -78,10 +86,7 @@ def distill(options: DistillOptions, begin: Begin, watch: Watch = Watch()) -> Di
     target = Checkpoint(local_folder(options.target, MODEL, begin))
     refuse_draft(target)
     start = read_start(options.start, target) if options.start is not None else None
-    shape = DraftShape(
-        LAYERS if options.layers is None else options.layers, *(getattr(options, name) for name in SIZES)
-    )
-    config = shape.config(target.config) if start is None else start.config  # impossible ones are refused before text
+    config = draft_config(options, target.config) if start is None else start.config  # refused before text is written
     if options.output.exists() and not replaceable(options.output, FIGURES):
         raise ConfigError(f"{options.output} exists and is no distilled draft: choose another --output")
     check_target(target, options.folder / "target")
@@ -102,14 +107,14 @@ def write_training_text(options: DistillOptions, target: Checkpoint, begin: Begi
     if spent >= options.text_seconds:
         return
     with locked(folder / "texts"):
-        spec = compile_target(target, folder / "target", begin)
-        with open_tokenizer(folder / "target") as tokenizer:
+        bundle = compile_target(target, folder / "target", begin)
+        with Tokenizer.load(folder / "target") as tokenizer:
             questions = questions_of(tokenizer, list(options.questions))
             layout = layout_of(tokenizer, asked=bool(questions))
             check_known(chain(*questions), tokenizer, target.config.vocab_size, "a prompt")
             template = chain(layout.before, layout.after, layout.between or ())
             check_known(template, tokenizer, target.config.vocab_size, "the target's chat template")
-        longest = watch.limits.longest(layout, questions)
+        longest, spec = watch.limits.longest(layout, questions), bundle.manifest.engines[TARGET]
         if longest > spec.capacity - spec.max_width:
             raise ConfigError(
                 f"the longest text would have {longest} tokens, and the target holds {spec.capacity - spec.max_width}: "
@@ -118,8 +123,7 @@ def write_training_text(options: DistillOptions, target: Checkpoint, begin: Begi
         store = TextStore(folder / "texts", target.config.vocab_size, COLUMNS)
         if questions and options.training_seconds:
             check_held_out(questions, store)
-        eos = end_of_text(target, begin)
-        with TextTarget(folder / "target", spec, options.requests, eos, options.threads) as engine:
+        with TextTarget(bundle, options.requests, options.threads) as engine:
             writer = TextWriter(engine, layout, store, questions, options.requests, options.seed, watch.limits)
             started = watch.clock() - spent
             for counts in writer.write(lambda: watch.clock() - started >= options.text_seconds):
@@ -151,7 +155,9 @@ def train(
         kept = start.kept
     else:
         size = VOCABULARY if options.vocabulary is None else options.vocabulary
-        kept = kept_tokens(counts, size, special_tokens(options, target, begin))
+        kept = kept_tokens(
+            np.argsort(-counts, kind="stable"), size, special_tokens(options, target, begin), "--vocabulary"
+        )
     held_out = held_out_batches(store, options.context)
     if not held_out:
         raise ConfigError(nothing_held_out(options, sum(1 for _ in store.read())))
@@ -175,7 +181,7 @@ def train(
     def publish(found: Acceptance) -> dict[str, Any]:
         states = some_states(network, held_out) if options.full_vocabulary else None
         figures = figures_of(trainer, found, coverage) | ({} if start is None else {"started_from": start.earlier})
-        report = Report(figures, acceptance_svg(trainer.progress.curve))
+        report = Report(figures, acceptance_svg(*trainer.progress.pictured()))
         return write_draft(options.output, network, target, origin, report, states)
 
     figures = dict[str, Any]()
@@ -184,7 +190,7 @@ def train(
             figures = publish(found)
         trainer.save(file)
         write_json(options.folder / LOG, {"curve": [point._asdict() for point in trainer.progress.curve]})
-        write_text(options.folder / PLOT, acceptance_svg(trainer.progress.curve))
+        write_text(options.folder / PLOT, acceptance_svg(*trainer.progress.pictured()))
         watch.training(found, trainer.progress)
     if not trainer.progress.steps:
         raise ConfigError(
@@ -199,7 +205,7 @@ def train(
 
 def special_tokens(options: DistillOptions, target: Checkpoint, begin: Begin) -> set[int]:
     """Tokens that the draft can write however rare they are in the text."""
-    with tempfile.TemporaryDirectory() as folder, target.write_tokenizer(Path(folder)) as tokenizer:
+    with target.tokenizer() as tokenizer:
         return {*tokenizer.special_token_ids, *end_of_text(target, begin)}
 
 

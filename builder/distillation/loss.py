@@ -9,29 +9,26 @@ left out, because it tells the draft how much probability to keep from the known
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from .batches import Batch
+from .network import DraftNetwork
+from .state import ANSWER, ANSWER_TEMPERATURES
+
 LEAST = 1e-6  # probability of the rest, whose logarithm must be finite
 
 
 class Reachable(NamedTuple):
-    """The part of the target's distributions that a draft can reach, at N places. places: int64 [N, K], indices of the
-    draft's output for the known tokens; 0 where the draft lacks the token. probs: float32 [N, K], the target's
-    probabilities; 0 where the draft lacks the token. tails: float32 [N]. written: int64 [N], the index of the token
-    that the target wrote; -1 where the draft lacks it."""
+    """The part of the target's distributions that a draft can reach, at N places."""
 
-    places: Tensor
-    probs: Tensor
-    tails: Tensor
-    written: Tensor
-
-    @property
-    def mass(self) -> Tensor:
-        """float32 [N]: the target's probability of everything that is compared."""
-        return (self.probs.sum(-1) + self.tails).clamp_min(LEAST)
+    places: Tensor  # int64 [N, K], indices of the draft's output for the known tokens; 0 where it lacks the token
+    probs: Tensor  # float32 [N, K], the target's probabilities; 0 where the draft lacks the token
+    tails: Tensor  # float32 [N]
+    written: Tensor  # int64 [N], the index of the token that the target wrote; -1 where the draft lacks it
 
     def at(self, rows: Tensor | slice) -> Reachable:
         """The places of a mask, bool [N], or of a slice."""
@@ -47,12 +44,10 @@ def reachable(ids: Tensor, logprobs: Tensor, tails: Tensor, written: Tensor, pla
 
 
 class LossParts(NamedTuple):
-    """Means over the places. divergence: KL(p || q), each place weighted by the reachable probability. variation: the
-    total variation of p and q over S and the rest. entropy: cross entropy of the written tokens that the draft has."""
+    """Means over the places."""
 
-    divergence: Tensor
-    variation: Tensor
-    entropy: Tensor
+    divergence: Tensor  # KL(p || q), each place weighted by the reachable probability
+    entropy: Tensor  # cross entropy of the written tokens that the draft has
 
 
 def distillation_loss(logits: Tensor, target: Reachable) -> LossParts:
@@ -64,10 +59,78 @@ def distillation_loss(logits: Tensor, target: Reachable) -> LossParts:
     known = target.probs > 0
     q = q_log.exp().masked_fill(~known, 0.0)
     q_rest = (1 - q.sum(-1)).clamp_min(LEAST)
-    mass = target.mass
+    mass = (target.probs.sum(-1) + target.tails).clamp_min(LEAST)  # of everything that is compared
     p, p_rest = target.probs / mass[:, None], target.tails / mass
     terms = torch.where(known, p * (p.clamp_min(1e-30).log() - q_log), 0.0).sum(-1)
     rest = torch.where(p_rest > 0, p_rest * (p_rest.clamp_min(1e-30).log() - q_rest.log()), 0.0)
-    variation = 0.5 * ((p - q).abs().sum(-1) + (p_rest - q_rest).abs())
     entropy = -(own * has_written).sum() / has_written.sum().clamp_min(1)
-    return LossParts((mass * (terms + rest)).mean(), (mass * variation).mean(), entropy)
+    return LossParts((mass * (terms + rest)).mean(), entropy)
+
+
+class Acceptance(NamedTuple):
+    """Estimates on held-out answers."""
+
+    # Acceptance at each of ANSWER_TEMPERATURES, of answers that were written at it; None where there are none. At 0:
+    # the share of places where both models have the same best token. Above: the mean of Σ min(p, q), see `overlap`.
+    values: tuple[float | None, ...]
+    loss: float  # the divergence
+    places: int  # scored tokens
+
+    @property
+    def known(self) -> list[float]:
+        """Of the temperatures that were measured."""
+        return [value for value in self.values if value is not None]
+
+    @property
+    def mean(self) -> float:
+        """The mean over the temperatures that were measured."""
+        return sum(self.known) / max(1, len(self.known))
+
+    def to_dict(self) -> dict[str, float | None]:
+        """JSON-ready figures by temperature."""
+        figures = zip(ANSWER_TEMPERATURES, self.values, strict=True)
+        named = {f"acceptance_{at:g}": None if value is None else round(value, 4) for at, value in figures}
+        return {**named, "loss": round(self.loss, 4), "places": self.places}
+
+
+@torch.no_grad()
+def estimate(network: DraftNetwork, batches: Sequence[Batch]) -> Acceptance:
+    """Measure a draft on held-out batches."""
+    sums = torch.zeros(len(ANSWER_TEMPERATURES), dtype=torch.float64)
+    counts = torch.zeros_like(sums)
+    loss, places = 0.0, 0
+    for batch in batches:
+        logits = network(batch).float()
+        scored = batch.scored
+        ids, logprobs, tails = batch.ids[scored], batch.logprobs[scored], batch.tails[scored]
+        target = reachable(ids, logprobs, tails, batch.written[scored], network.place_of)
+        loss += float(distillation_loss(logits, target).divergence) * len(logits)
+        places += len(logits)
+        kinds = batch.kinds[scored]
+        for index, temperature in enumerate(ANSWER_TEMPERATURES):
+            rows = kinds == ANSWER + index
+            if not rows.any():
+                continue
+            if temperature:
+                own = overlap(logits[rows], target.at(rows), logprobs[rows], tails[rows], temperature)
+            else:
+                own = (network.kept[logits[rows].argmax(-1)] == ids[rows][:, 0]).double()
+            sums[index] += own.sum().cpu()
+            counts[index] += len(own)
+    means = tuple(mean if count else None for mean, count in zip((sums / counts).tolist(), counts, strict=True))
+    return Acceptance(means, loss / max(1, places), places)
+
+
+def overlap(logits: Tensor, target: Reachable, logprobs: Tensor, tails: Tensor, temperature: float) -> Tensor:
+    """Σ min(p, q) [N] at a temperature, from below: only the K known tokens count. logits: [N, outputs]. logprobs: [N,
+    K], and tails: [N], see WrittenText.
+
+    Tokens of the tail are at most as probable as the last known one, x. At temperature T their weights p^(1/T) sum to
+    at most tail * x^(1/T - 1).
+    """
+    weights = (logprobs.double() / temperature).exp()
+    last = logprobs.double().masked_fill(logprobs.isinf(), 0).amin(-1).exp()
+    rest = tails.double() * last ** (1 / temperature - 1)
+    p = weights / (weights.sum(-1) + rest)[:, None]
+    q = (logits.double() / temperature).log_softmax(-1).gather(-1, target.places).exp()
+    return torch.where(target.probs > 0, torch.minimum(p, q), 0.0).sum(-1)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import NamedTuple
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -18,65 +17,41 @@ from ...models.layers import EMBEDDING_WEIGHT, network_of
 from ...models.llama import Llama
 from ..checkpoints.checkpoint import Checkpoint
 from .batches import Batch
+from .options import LAYERS, DistillOptions
 
 EMBEDDING_SCALE = 0.05  # standard deviation of the embedding at the start
 SHARE_OF_WIDTH = 0.45  # the draft's default hidden size over the target's
 STEP, LEAST_HIDDEN, MOST_HIDDEN = 64, 64, 768
-MOST_LAYERS, MOST_WIDTH = 64, 8192
-MOST_HEADS = 1024  # and most of head_dim: `models/fields.py`
 BLOCK = 32  # low-bit engines store matrices in blocks of at least so many inputs
 
 
-@dataclass(frozen=True, slots=True)
-class DraftShape:
-    """The sizes of a draft. None: chosen by the target's. Raises ConfigError."""
-
-    layers: int = 2
-    hidden: int | None = None
-    heads: int | None = None
-    kv_heads: int | None = None
-    head_dim: int | None = None
-    intermediate: int | None = None
-
-    def __post_init__(self) -> None:
-        if not 1 <= self.layers <= MOST_LAYERS:
-            raise ConfigError(f"layers must be 1 to {MOST_LAYERS}, not {self.layers}")
-        for name in ("hidden", "heads", "kv_heads", "head_dim", "intermediate"):
-            value = getattr(self, name)
-            most = MOST_HEADS if name in ("heads", "kv_heads", "head_dim") else MOST_WIDTH
-            if value is not None and not 1 <= value <= most:
-                raise ConfigError(f"{name} must be 1 to {most}, not {value}")
-        if self.head_dim is not None and self.head_dim % 2:
-            raise ConfigError(f"head_dim ({self.head_dim}) must be even: rotary positions need pairs")
-
-    def config(self, target: LlamaConfig) -> LlamaConfig:
-        """The configuration of a draft for this target. Raises ConfigError for sizes that do not go together."""
-        preferred = STEP * round(SHARE_OF_WIDTH * target.hidden_size / STEP)
-        hidden = self.hidden or min(max(preferred, LEAST_HIDDEN), MOST_HIDDEN, target.hidden_size)
-        head_dim = self.head_dim or min(64, max(8, hidden // 8 * 2))
-        heads = self.heads or max(1, hidden // head_dim)
-        kv_heads = self.kv_heads or (heads // 2 if heads % 2 == 0 else heads)
-        intermediate = self.intermediate or -(-3 * hidden // BLOCK) * BLOCK
-        if heads % kv_heads:
-            raise ConfigError(f"heads ({heads}) must be a multiple of kv_heads ({kv_heads})")
-        if hidden > target.hidden_size:
-            raise ConfigError(
-                f"hidden ({hidden}) exceeds the target's {target.hidden_size}: a draft must be smaller than its target"
-            )
-        return replace(
-            target,
-            hidden_size=hidden,
-            intermediate_size=intermediate,
-            num_layers=self.layers,
-            num_heads=heads,
-            num_kv_heads=kv_heads,
-            head_dim=head_dim,
-            rope_scaling=None,
-            tie_embeddings=True,
-            attention_bias=False,
-            mlp_bias=False,
-            variant=Variant(),
+def draft_config(options: DistillOptions, target: LlamaConfig) -> LlamaConfig:
+    """The configuration of a new draft for this target. Raises ConfigError for sizes that do not go together."""
+    preferred = STEP * round(SHARE_OF_WIDTH * target.hidden_size / STEP)
+    hidden = options.hidden or min(max(preferred, LEAST_HIDDEN), MOST_HIDDEN, target.hidden_size)
+    head_dim = options.head_dim or min(64, max(8, hidden // 8 * 2))
+    heads = options.heads or max(1, hidden // head_dim)
+    kv_heads = options.kv_heads or (heads // 2 if heads % 2 == 0 else heads)
+    if heads % kv_heads:
+        raise ConfigError(f"heads ({heads}) must be a multiple of kv_heads ({kv_heads})")
+    if hidden > target.hidden_size:
+        raise ConfigError(
+            f"hidden ({hidden}) exceeds the target's {target.hidden_size}: a draft must be smaller than its target"
         )
+    return replace(
+        target,
+        hidden_size=hidden,
+        intermediate_size=options.intermediate or -(-3 * hidden // BLOCK) * BLOCK,
+        num_layers=options.layers or LAYERS,
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=head_dim,
+        rope_scaling=None,
+        tie_embeddings=True,
+        attention_bias=False,
+        mlp_bias=False,
+        variant=Variant(),
+    )
 
 
 class DraftNetwork(torch.nn.Module):
@@ -117,22 +92,12 @@ class DraftNetwork(torch.nn.Module):
         return functional.linear(self.hidden(batch), self.projection())
 
 
-class Principal(NamedTuple):
-    """Coordinates [V, H] of the target's embedding along its first H principal directions, and the share of its
-    variance that they hold."""
-
-    rows: NDArray[np.float32]
-    share: float
-
-
-def principal(embedding: NDArray[np.float32], size: int) -> Principal:
-    """Project an embedding [V, E], so that tokens that are similar for the target are similar for the draft, also those
-    that its text never contains."""
+def principal(embedding: NDArray[np.float32], size: int) -> NDArray[np.float32]:
+    """Coordinates [V, size] of an embedding [V, E] along its principal directions, so that tokens that are similar for
+    the target are similar for the draft, also those that its text never contains."""
     centred = embedding - embedding.mean(0)
-    values, vectors = np.linalg.eigh(centred.T @ centred)
-    kept = vectors[:, ::-1][:, :size]
-    share = float(values[::-1][:size].sum() / max(float(values.sum()), 1e-30))
-    return Principal(np.ascontiguousarray(centred @ kept, np.float32), share)
+    _, vectors = np.linalg.eigh(centred.T @ centred)
+    return np.ascontiguousarray(centred @ vectors[:, ::-1][:, :size], np.float32)
 
 
 def initialise(network: DraftNetwork, target: Checkpoint, seed: int) -> None:
@@ -141,7 +106,7 @@ def initialise(network: DraftNetwork, target: Checkpoint, seed: int) -> None:
     layers = network_of(network.llama.config).layers
     silent = {weight for layer in layers for weight in (*layer.output.weights, *layer.down.weights)}
     embedding = target.tensor(EMBEDDING_WEIGHT).astype(np.float32)
-    rows = principal(embedding, network.llama.config.hidden_size).rows
+    rows = principal(embedding, network.llama.config.hidden_size)
     rows *= EMBEDDING_SCALE / max(float(rows.std()), 1e-12)
     with torch.no_grad():
         for name, parameter in network.llama.named_parameters():

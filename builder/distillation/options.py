@@ -2,58 +2,55 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from pathlib import Path
 
 from ...models.errors import ConfigError
 from ...models.fields import MOST
+from ..setting import setting
 
 TEXT_SHARE = 0.6  # of the minutes, for writing text
 LEAST_MINUTES, MOST_MINUTES = 0.1, 60 * 24 * 30.0
 WORTH_MINUTES = 30  # with fewer, a draft agrees with its target too seldom
-MOST_THREADS, MOST_REQUESTS = 64, 256
 LAYERS, VOCABULARY = 2, 8192
-SIZES = ("hidden", "heads", "kv_heads", "head_dim", "intermediate")
+SIZES = {"layers": 64, "hidden": 8192, "heads": 1024, "kv_heads": 1024, "head_dim": 1024, "intermediate": 8192}  # most
+LIMITS = {
+    **{name: (1, most) for name, most in SIZES.items()},
+    "vocabulary": (16, MOST["draft_vocab_size"]),
+    "requests": (1, 256),
+    "context": (16, 8192),
+    "batch": (1, 1024),
+    "threads": (0, 64),
+    "seed": (0, 2**32 - 1),
+}
 
 
 @dataclass(frozen=True, slots=True)
 class DistillOptions:
-    """The options of a distillation. Raises ConfigError.
+    """The options of a distillation. Raises ConfigError."""
 
-    target: Hugging Face folder, GGUF file or id on the Hub. output: the draft's folder. minutes: for text and training
-    together, over all runs with this state. text_minutes: the part for text; None takes TEXT_SHARE. Training takes the
-    rest. questions: of the user, to answer instead of the target's own. state: folder of texts and checkpoints; None
-    takes one beside the output. start: a draft that an earlier distillation for this target wrote; the training begins
-    with it instead of random numbers, and with its sizes. layers, hidden, heads, kv_heads, head_dim, intermediate: the
-    draft's sizes; None takes LAYERS, and chooses the others by the target's. vocabulary: the number of tokens that the
-    draft writes, the most frequent ones of the text; None takes the tokens of `start`, else VOCABULARY.
-    full_vocabulary: write the draft for programs that cannot load a trimmed one. requests: texts written at a time.
-    context: tokens of a training sequence. batch: sequences of a step. threads: of the engine and of torch; 0 chooses.
-    learning_rate: the highest.
-    """
-
-    target: Path
-    output: Path
-    minutes: float
-    text_minutes: float | None = None
-    questions: tuple[str, ...] = ()
-    state: Path | None = None
-    start: Path | None = None
-    layers: int | None = None
-    hidden: int | None = None
-    heads: int | None = None
-    kv_heads: int | None = None
-    head_dim: int | None = None
-    intermediate: int | None = None
-    vocabulary: int | None = None
-    full_vocabulary: bool = False
-    requests: int = 48
-    context: int = 512
-    batch: int = 8
-    threads: int = 0
-    learning_rate: float = 2e-3
-    seed: int = 0
+    target: Path  # Hugging Face folder, GGUF file or id on the Hub
+    output: Path  # the draft's folder
+    minutes: float  # for text and training together, over all runs with this state
+    text_minutes: float | None = setting(None, "the part of the minutes in which the target writes", "60 %%")
+    questions: tuple[str, ...] = ()  # of the user, to answer instead of the target's own
+    state: Path | None = setting(None, "folder of texts and checkpoints", "DRAFT.state")
+    start: Path | None = None  # a draft of an earlier distillation, with whose weights and sizes the training begins
+    layers: int | None = setting(None, "of the draft", f"{LAYERS}")
+    hidden: int | None = setting(None, "hidden size", "about 0.45 of the target's")
+    heads: int | None = setting(None, "attention heads", "hidden size / head size")
+    kv_heads: int | None = setting(None, "heads of keys and values", "half of the heads")
+    head_dim: int | None = setting(None, "size of a head", "64")
+    intermediate: int | None = setting(None, "feed-forward size", "three times the hidden size")
+    # None: those of `start`, or VOCABULARY.
+    vocabulary: int | None = setting(None, "tokens that the draft writes, the most frequent ones of the text", "8192")
+    requests: int = setting(48, "texts written at a time")
+    context: int = setting(512, "tokens of a training sequence")
+    batch: int = setting(8, "sequences of a training step")
+    threads: int = setting(0, "of the engine and of torch; 0 chooses")
+    learning_rate: float = setting(2e-3, "at its highest")
+    seed: int = setting(0, "of the texts and of the training")
+    full_vocabulary: bool = setting(False, "write the draft for programs that cannot load a trimmed one")
 
     def __post_init__(self) -> None:
         if not LEAST_MINUTES <= self.minutes <= MOST_MINUTES:
@@ -63,21 +60,15 @@ class DistillOptions:
             )
         if self.text_minutes is not None and not 0 <= self.text_minutes <= self.minutes:
             raise ConfigError(f"text_minutes must be 0 to minutes ({self.minutes:g}), not {self.text_minutes:g}")
-        for name, least, most in (
-            ("vocabulary", 16, MOST["draft_vocab_size"]),
-            ("requests", 1, MOST_REQUESTS),
-            ("context", 16, 8192),
-            ("batch", 1, 1024),
-            ("threads", 0, MOST_THREADS),
-            ("seed", 0, 2**32 - 1),
-        ):
+        for name, (least, most) in LIMITS.items():
             value = getattr(self, name)
             if value is not None and not least <= value <= most:
                 raise ConfigError(f"{name} must be {least} to {most}, not {value}")
-        for name in ("layers", *SIZES):
-            if self.start is not None and getattr(self, name) is not None:
+            if self.start is not None and value is not None and name in SIZES:
                 raise ConfigError(f"{name} cannot be given beside --from: the draft in {self.start} has its own")
-        if not 0 < self.learning_rate <= 1 or not math.isfinite(self.learning_rate):
+        if self.head_dim is not None and self.head_dim % 2:
+            raise ConfigError(f"head_dim ({self.head_dim}) must be even: rotary positions need pairs")
+        if not 0 < self.learning_rate <= 1:
             raise ConfigError(f"learning_rate must be above 0 and at most 1, not {self.learning_rate}")
 
     @property

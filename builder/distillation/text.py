@@ -24,9 +24,8 @@ from ...runtime.sampling.random import seeded_streams
 from ...runtime.sampling.sampler import Sampler
 from ...runtime.sampling.softmax import softmax_of
 from .conversation import Layout
-from .distributions import COLUMNS, TopSelector, TopTokens, recorded
-from .shards import ANSWER, ANSWER_TEMPERATURES, GIVEN, QUESTION, TextStore, WrittenText, id_type
-from .target import TextTarget
+from .state import ANSWER, ANSWER_TEMPERATURES, GIVEN, QUESTION, TextStore, WrittenText, id_type
+from .target import COLUMNS, TextTarget, TopSelector, TopTokens, recorded
 
 TOP_P = 0.95  # of questions and of answers above temperature 0
 SECOND_TURNS = 3  # one of so many conversations has a second question
@@ -36,11 +35,11 @@ CHECK_TOKENS = 16  # tokens between two checks for repetition
 
 
 class TextLimits(NamedTuple):
-    """Bounds of a text, in tokens. opening: the beginning of a base model's text, which counts as its question."""
+    """Bounds of a text, in tokens."""
 
     question: int = 160
     answer: int = 448
-    opening: int = 24
+    opening: int = 24  # the beginning of a base model's text, which counts as its question
 
     def longest(self, layout: Layout, questions: Sequence[Sequence[int]]) -> int:
         """The most tokens of a text."""
@@ -51,39 +50,36 @@ class TextLimits(NamedTuple):
 
 
 class TextCounts(NamedTuple):
-    """What was written since the start: texts and tokens that were stored, and texts that were dropped."""
+    """What was written since the start."""
 
-    texts: int = 0
+    texts: int = 0  # stored ones
     tokens: int = 0
-    dropped: int = 0
+    dropped: int = 0  # texts without an answer
 
 
 @dataclass(eq=False, slots=True)
 class Draft:
-    """A text in progress. turn: the number of questions that were answered."""
+    """A text in progress."""
 
     number: int
     tokens: list[int] = field(default_factory=list)
     kinds: list[int] = field(default_factory=list)
     rows: list[TopTokens | None] = field(default_factory=list)
     question: int | None = None
-    turn: int = 0
+    turn: int = 0  # questions that were answered
 
     def give(self, tokens: Sequence[int]) -> None:
         """Append tokens of the template or the user. A special token with which the target has just ended its own part
         is not repeated."""
         ended = bool(self.kinds) and self.kinds[-1] != GIVEN
         tokens = tokens[1:] if ended and tokens and self.tokens[-1] == tokens[0] else tokens
-        self._append(tokens, GIVEN, [None] * len(tokens))
+        self.write(tokens, GIVEN, [None] * len(tokens))
 
-    def _append(self, tokens: Sequence[int], kind: int, rows: Sequence[TopTokens | None]) -> None:
+    def write(self, tokens: Sequence[int], kind: int, rows: Sequence[TopTokens | None]) -> None:
+        """Append tokens that the target wrote, with its distributions."""
         self.tokens += tokens
         self.kinds += [kind] * len(tokens)
         self.rows += rows
-
-    def write(self, tokens: Sequence[int], kind: int, rows: Sequence[TopTokens]) -> None:
-        """Append tokens that the target wrote."""
-        self._append(tokens, kind, rows)
 
     def finish(self, vocab_size: int) -> WrittenText:
         """The text as it is stored."""

@@ -16,11 +16,10 @@ from torch.nn import functional
 
 from ...models.errors import ConfigError
 from ...models.typed import typed
-from .acceptance import Acceptance, estimate
 from .batches import Batch
-from .loss import distillation_loss, reachable
+from .loss import Acceptance, distillation_loss, estimate, reachable
 from .network import DraftNetwork
-from .state_files import replace_file
+from .state import ANSWER_TEMPERATURES, replace_file
 
 WARM_UP = 50  # steps
 LAST_RATE = 0.02  # the learning rate at the end, over the highest
@@ -33,36 +32,48 @@ MATRIX_RATE = 13  # Muon's learning rate over AdamW's: its updates are orthogona
 
 
 class Point(NamedTuple):
-    """One estimate. seconds: of training. tokens: seen by the draft, repeated ones included. text_tokens: stored by
-    then. training_loss: the mean since the last point; nan at the first one. acceptance: at temperature 0, and at the
-    other temperatures; None where nothing was measured. loss: held out."""
+    """One estimate."""
 
-    seconds: float
-    tokens: int
-    text_tokens: int
-    training_loss: float | None
-    acceptance: tuple[float | None, ...]
-    loss: float | None
+    seconds: float  # of training
+    tokens: int  # seen by the draft, repeated ones included
+    text_tokens: int  # stored by then
+    training_loss: float | None  # the mean since the last point; None at the first one
+    acceptance: tuple[float | None, ...]  # see Acceptance
+    loss: float | None  # held out
 
 
 class Progress(NamedTuple):
-    """What a checkpoint knows besides tensors. best: the highest mean acceptance so far."""
+    """What a checkpoint knows besides tensors."""
 
     seconds: float = 0.0
     steps: int = 0
     tokens: int = 0
-    best: float = 0.0
+    best: float = 0.0  # the highest mean acceptance so far
     curve: tuple[Point, ...] = ()
+
+    def pictured(self) -> list[dict[str, list[tuple[float, float]]]]:
+        """Acceptance at each temperature, over minutes of training and over millions of tokens."""
+        places = [[point.seconds / 60 for point in self.curve], [point.tokens / 1e6 for point in self.curve]]
+        return [
+            {
+                f"temperature {temperature:g}": [
+                    (place, value)
+                    for place, point in zip(each, self.curve, strict=True)
+                    if (value := point.acceptance[index]) is not None
+                ]
+                for index, temperature in enumerate(ANSWER_TEMPERATURES)
+            }
+            for each in places
+        ]
 
 
 class Schedule(NamedTuple):
-    """When a training ends and measures. seconds: of training in all. clock: returns the present time in seconds;
-    tests count steps instead. measured: seconds between two estimates. heard: called after each step with the seconds
-    of training so far and the divergence."""
+    """When a training ends and measures."""
 
-    seconds: float
-    clock: Callable[[], float]
-    measured: float = MEASURED_SECONDS
+    seconds: float  # of training in all
+    clock: Callable[[], float]  # the present time in seconds; tests count steps instead
+    measured: float = MEASURED_SECONDS  # between two estimates
+    # Called after each step with the seconds of training so far and the divergence.
     heard: Callable[[float, float], None] = lambda seconds, divergence: None
 
 
@@ -151,9 +162,8 @@ class Trainer:
     def _measure(self, held_out: Sequence[Batch], losses: Sequence[float], text_tokens: int) -> Acceptance:
         found = estimate(self.network, held_out)
         mean = sum(losses) / len(losses) if losses else None
-        values = tuple(None if value != value else value for value in (found.top1, *found.overlaps))
         now = self.progress
-        point = Point(now.seconds, now.tokens, text_tokens, mean, values, found.loss)
+        point = Point(now.seconds, now.tokens, text_tokens, mean, found.values, found.loss)
         self.progress = now._replace(curve=(*now.curve, point))
         return found
 

@@ -24,8 +24,7 @@ from ...models.rope import rope_tables
 from ...plugins.tree_attention import op
 from ..checkpoints.checkpoint import Checkpoint
 from ..quantization.formats import QuantizedCheckpoint
-from .graph import IR_VERSION, GraphWriter, save
-from .low_bit import dequantized
+from .graph import IR_VERSION, GraphWriter, dequantized, save
 
 if TYPE_CHECKING:  # its module imports torch, which writing a graph does not need
     from ...models.acceptance_head import TrainedHead

@@ -32,14 +32,14 @@ if TYPE_CHECKING:  # these modules import torch, which takes seconds
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """What one engine is made from. rounded: see QuantizedCheckpoint."""
+    """What one engine is made from."""
 
     checkpoint: Checkpoint
     role: str
     head: TrainedHead | None
     backend: str
     precision: str
-    rounded: Mapping[str, Quantized] = field(default_factory=dict)
+    rounded: Mapping[str, Quantized] = field(default_factory=dict)  # see QuantizedCheckpoint
 
     @property
     def weights(self) -> Weights:
@@ -67,12 +67,11 @@ def engine_spec(source: Source, options: BuildOptions, max_length: int) -> Engin
 
 
 class Made(NamedTuple):
-    """An engine whose files are written. difference: its largest one from the torch reference, see
-    `largest_difference`. record: of its file, where that is known."""
+    """An engine whose files are written."""
 
     spec: EngineSpec
-    difference: float
-    record: FileRecord | None = None
+    difference: float  # the largest one from the torch reference, see `largest_difference`
+    record: FileRecord | None = None  # of its file, where that is known
 
 
 def make_engine(source: Source, spec: EngineSpec, options: BuildOptions, staging: Path, begin: Begin) -> Made:

@@ -41,25 +41,17 @@ TYPICAL_TREE = 8  # rows of the default proposal
 
 @dataclass(frozen=True, slots=True)
 class CompileOptions:
-    """What a plan is compiled for. Raises ConfigError for what the package cannot do, before anything is built.
-
-    widths: rows that a pass may have. columns: speculative slots that a pass may see, its own rows included. max_batch:
-    sequences that the rows of a pass may belong to; more than one need our kernel. compute_capabilities: "8.9";
-    TensorRT-RTX only, whose default is `PORTABLE`. plugin: whether our kernel computes attention instead of TensorRT's
-    own; None uses it when Triton is installed and can compile it for every GPU. workspace: the most MiB of
-    scratch memory that an engine may use; None sets no limit. timing_cache: a file that TensorRT reads and extends, so
-    that the next build measures less; TensorRT-RTX measures nothing.
-    """
+    """What a plan is compiled for. Raises ConfigError for what the package cannot do, before anything is built."""
 
     backend: str
     precision: str
-    widths: tuple[int, ...]
-    columns: int
-    compute_capabilities: tuple[str, ...] = ()
-    plugin: bool | None = None
-    workspace: int | None = None
-    timing_cache: Path | None = None
-    max_batch: int = 1
+    widths: tuple[int, ...]  # rows that a pass may have
+    columns: int  # speculative slots that a pass may see, its own rows included
+    compute_capabilities: tuple[str, ...] = ()  # such as "8.9"; TensorRT-RTX only, whose default is PORTABLE
+    plugin: bool | None = None  # attention by our kernel; None: when Triton can compile it for every GPU
+    workspace: int | None = None  # the most MiB of scratch memory of an engine; None sets no limit
+    timing_cache: Path | None = None  # a file that TensorRT reads and extends, so that the next build measures less
+    max_batch: int = 1  # sequences that the rows of a pass may belong to; more than one need our kernel
 
     def __post_init__(self) -> None:
         if self.backend not in PACKAGES:

@@ -23,12 +23,11 @@ class Bin(NamedTuple):
 
 
 class CalibrationFigures(NamedTuple):
-    """Figures of one set of predictions. nll: cross-entropy with the soft labels, in nats per token. binary_kl: its
-    part above the labels' own entropy. ece: mean distance of predicted and observed over the bins, by tokens."""
+    """Figures of one set of predictions."""
 
-    nll: float
-    binary_kl: float
-    ece: float
+    nll: float  # cross-entropy with the soft labels, in nats per token
+    binary_kl: float  # its part above the labels' own entropy
+    ece: float  # mean distance of predicted and observed over the bins, by tokens
     bins: tuple[Bin, ...]
 
 

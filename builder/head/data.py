@@ -14,43 +14,51 @@ prompt + X_<t itself, all in one pass with a tree mask. Held-out examples are al
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import shutil
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from typing import NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from ...models.bindings import MASKED
+from ...models.errors import ConfigError
 from ...models.llama import Llama, LlamaOutput
+from ...runtime.bundle.bundle import checksum
+from ...runtime.bundle.cache import digest
 from ..checkpoints.checkpoint import Checkpoint
+from ..distillation.state import replace_file
+from ..progress import Begin, remark
+from .training import HeadTraining
 
 
 class Responses(NamedTuple):
-    """Texts of the target. prefix int64 [B, P]: prompts, padded on the left. padding int64 [B]. x int64 [B, T]: the
-    generated tokens. p float32 [B, T, V]: logits of the target before each token. valid bool [B, T]: true up to the end
-    of the text."""
+    """Texts of the target."""
 
-    prefix: Tensor
-    padding: Tensor
-    x: Tensor
-    p: Tensor
-    valid: Tensor
+    prefix: Tensor  # int64 [B, P], prompts, padded on the left
+    padding: Tensor  # int64 [B]
+    x: Tensor  # int64 [B, T], the generated tokens
+    p: Tensor  # float32 [B, T, V], logits of the target before each token
+    valid: Tensor  # bool [B, T], true up to the end of the text
 
 
 class Labels(NamedTuple):
-    """y int64 [B, T]: one draft token per position. p_acc float32 [B, T]: probability that the target accepts it."""
+    """One draft token per position."""
 
-    y: Tensor
-    p_acc: Tensor
+    y: Tensor  # int64 [B, T]
+    p_acc: Tensor  # float32 [B, T], the probability that the target accepts it
 
 
 class Examples(NamedTuple):
-    """hidden float32 [N, d]: the draft's state after reading one of its own tokens. p_acc float32 [N]."""
+    """What a head learns from."""
 
-    hidden: Tensor
-    p_acc: Tensor
+    hidden: Tensor  # float32 [N, d], the draft's state after reading one of its own tokens
+    p_acc: Tensor  # float32 [N]
 
 
 class Reader:
@@ -180,3 +188,42 @@ def load_frozen(checkpoint: Checkpoint, positions: int) -> Llama:
     state = {name: torch.from_numpy(np.array(checkpoint.tensor(name), np.float32)) for name in model.state_dict()}
     model.load_state_dict(state, assign=True)
     return model.requires_grad_(False)
+
+
+class Collected:
+    """The examples of batches that earlier runs of the same command have collected, in a folder beside the output."""
+
+    def __init__(self, options: HeadTraining, prompts: Sequence[Sequence[int]], begin: Begin) -> None:
+        asked = {name: str(value) for name, value in asdict(options).items() if name not in ("output", "epochs")}
+        contents = [digest(options.target), digest(options.draft)]
+        key = checksum({"options": asked, "models": contents, "prompts": [list(prompt) for prompt in prompts]})
+        self.folder = options.output.with_name(f"{options.output.name}.state")
+        self._key = key[:12]
+        if found := len(list(self.folder.glob(f"{self._key}-*.safetensors"))):
+            remark(begin, f"Going on with {self.folder}: it has the examples of {found} batches")
+
+    def examples(self, name: str, generator: torch.Generator, collect: Callable[[], Examples]) -> Examples:
+        """The stored examples of a batch, or those of `collect`, which are stored with the generator's state behind
+        them. Raises ConfigError if the folder cannot be written or read."""
+        file = self.folder / f"{self._key}-{name}.safetensors"
+        if not file.is_file():
+            found = collect()
+            stored = {"hidden": found.hidden, "p_acc": found.p_acc, "generator": generator.get_state()}
+            try:
+                self.folder.mkdir(parents=True, exist_ok=True)
+            except OSError as error:
+                raise ConfigError(
+                    f"{self.folder} cannot be written ({error.strerror}): choose another --output"
+                ) from error
+            replace_file(file, lambda partial: save_file(stored, partial))
+            return found
+        try:
+            read = load_file(file)
+            generator.set_state(read["generator"])
+            return Examples(read["hidden"], read["p_acc"])
+        except (OSError, SafetensorError, KeyError, RuntimeError, TypeError) as error:
+            raise ConfigError(f"{file} cannot be used ({error}): remove it") from error
+
+    def remove(self) -> None:
+        """Remove the folder, when the head is written."""
+        shutil.rmtree(self.folder, ignore_errors=True)

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import json
 import math
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -31,14 +30,13 @@ from ...models.head_config import ACCEPT, REJECT
 from ...models.layers import num_parameters
 from ...runtime.bundle.staging import staging_folder
 from ...runtime.text.tokenizer import Tokenizer
-from ..checkpoints.checkpoint import Checkpoint
+from ..checkpoints.checkpoint import Checkpoint, check_same_tokens
 from ..pipeline import one_vocabulary, refuse_draft
+from ..plots import training_svg
 from ..progress import Begin, Step
-from ..tokenizer import check_known, check_same_vocabulary
+from ..tokenizer import check_known
 from .calibration import Floats, calibration, fit_temperature
-from .data import Examples, collect, load_frozen
-from .plots import training_svg
-from .state import Collected
+from .data import Collected, Examples, collect, load_frozen
 from .training import HeadResult, HeadTraining, Point
 
 FIGURES, PLOT = "training.json", "training.svg"
@@ -84,10 +82,8 @@ def train_head(options: HeadTraining, prompts: Sequence[str], begin: Begin) -> H
 
 def shared_tokenizer(checkpoints: Mapping[str, Checkpoint]) -> Tokenizer:
     """The target's, which is the draft's, too. Raises CheckpointError otherwise."""
-    with tempfile.TemporaryDirectory() as target, tempfile.TemporaryDirectory() as draft:
-        tokenizer = checkpoints[TARGET].write_tokenizer(Path(target))
-        check_same_vocabulary(tokenizer, checkpoints[DRAFT].write_tokenizer(Path(draft)))
-    return tokenizer
+    check_same_tokens(checkpoints[TARGET], checkpoints[DRAFT])
+    return checkpoints[TARGET].tokenizer()
 
 
 def encode(

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from ...models.errors import ConfigError
 from ...models.head_config import HeadConfig
 from ...runtime.sampling.params import TEMPERATURES
+from ..setting import setting
 from .calibration import CalibrationFigures
 
 CONTEXTS = ("mixed", "branched")
@@ -17,38 +18,28 @@ MOST_THREADS = 1024  # of torch
 
 @dataclass(frozen=True, slots=True)
 class HeadTraining:
-    """The options of a training. Raises ConfigError.
+    """The options of a training. Raises ConfigError."""
 
-    target, draft: Hugging Face folders or GGUF files. output: the head's folder. layers, tied, reject_weight: see
-    HeadConfig. contexts: the text that the draft reads before a token of its own in training. "mixed", as published: a
-    text with a share `mixing_ratio` (r) of the target's tokens and otherwise the draft's; "branched": the target's
-    text, as in decoding.
-
-    texts: number of texts that the target generates, with prompts in turn. max_new_tokens: their length.
-    max_prompt_tokens: longer prompts lose their beginning. temperature: of the target's texts, 0 is greedy; labels are
-    always those of temperature 1. batch_size: texts generated at a time. epochs: passes over all examples.
-    learning_rate: greatest value. held_out: share of the prompts that is kept from training, for calibration. threads:
-    of torch; 0 chooses by the target's size.
-    """
-
-    target: Path
+    target: Path  # Hugging Face folder or GGUF file
     draft: Path
-    output: Path
-    layers: int = 3
-    tied: bool = True
-    reject_weight: float = 6.0
-    contexts: str = "mixed"
-    mixing_ratio: float = 0.15
-    texts: int = 320
-    max_new_tokens: int = 128
-    max_prompt_tokens: int = 128
-    temperature: float = 1.0
-    batch_size: int = 32
-    epochs: int = 16
-    learning_rate: float = 2e-3
-    held_out: float = 0.2
-    seed: int = 0
-    threads: int = 0
+    output: Path  # the head's folder
+    layers: int = setting(3, "ResBlocks of the head")
+    tied: bool = True  # the blocks share their weights
+    reject_weight: float = setting(6.0, "weight of a rejection in the loss")
+    contexts: str = setting(
+        "mixed", "texts that the draft reads: mixed, as published, or branched off the target's texts"
+    )
+    mixing_ratio: float = setting(0.15, "share of the target's tokens in training texts")
+    texts: int = setting(320, "texts the target writes, prompts taken in turn")
+    max_new_tokens: int = setting(128, "tokens of a text")
+    max_prompt_tokens: int = setting(128, "longer prompts lose their beginning")
+    temperature: float = setting(1.0, "at which the target writes")  # 0 is greedy; labels are those of 1
+    batch_size: int = setting(32, "texts written at a time")
+    epochs: int = setting(16, "times the head sees every example")
+    learning_rate: float = setting(2e-3, "at its highest")
+    held_out: float = setting(0.2, "share of the prompts kept for calibration")
+    seed: int = setting(0, "the same seed gives the same head")
+    threads: int = setting(0, "of torch; 0 chooses by the target's size")
 
     def __post_init__(self) -> None:
         self.head(1)  # refuses impossible shapes
@@ -86,24 +77,20 @@ class Point(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class HeadResult:
-    """The figures of a trained head. training, validation: weighted loss over steps; validation has one point per
-    epoch, and the least of them, `loss`, belongs to the weights that were kept. raw, debiased, calibrated: held-out
-    figures of the probability as trained, after adding log w_rej, and after the temperature. constant: held-out figures
-    of a constant prediction, the mean of the training labels, which a head must beat. examples, held_out: numbers of
-    tokens. mean_acceptance: mean of all labels, which is 1 - TV(p, q) on average. seconds: of the whole training."""
+    """The figures of a trained head. Those of calibration are of held-out tokens."""
 
     config: HeadConfig
-    training: tuple[Point, ...]
-    validation: tuple[Point, ...]
-    loss: float
-    constant: CalibrationFigures
-    raw: CalibrationFigures
-    debiased: CalibrationFigures
-    calibrated: CalibrationFigures
-    examples: int
+    training: tuple[Point, ...]  # weighted loss over steps
+    validation: tuple[Point, ...]  # one point per epoch
+    loss: float  # the least of `validation`, of the weights that were kept
+    constant: CalibrationFigures  # of a constant prediction, the mean of the training labels, which a head must beat
+    raw: CalibrationFigures  # of the probability as trained
+    debiased: CalibrationFigures  # after adding log w_rej
+    calibrated: CalibrationFigures  # after the temperature, too
+    examples: int  # tokens
     held_out: int
-    mean_acceptance: float
-    seconds: float
+    mean_acceptance: float  # mean of all labels, which is 1 - TV(p, q) on average
+    seconds: float  # of the whole training
 
     def stages(self) -> dict[str, CalibrationFigures]:
         """Held-out figures in the order of the corrections."""

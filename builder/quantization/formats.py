@@ -42,12 +42,11 @@ HALF = dict(zip(bindings.HALF, (np.dtype(np.float16), np.dtype(ml_dtypes.bfloat1
 
 
 class Quantized(NamedTuple):
-    """A matrix [N, K]. codes: int8 or E4M3 [N, K] within the range of the format; scales: float32 [N, K / block].
-    offsets: as scales, what is added in each block; None adds nothing."""
+    """A matrix [N, K]."""
 
-    codes: NDArray[Any]
-    scales: NDArray[np.float32]
-    offsets: NDArray[np.float32] | None = None
+    codes: NDArray[Any]  # int8 or E4M3 [N, K], within the range of the format
+    scales: NDArray[np.float32]  # [N, K / block]
+    offsets: NDArray[np.float32] | None = None  # as scales, what is added in each block; None adds nothing
 
     def dequantized(self) -> NDArray[np.float32]:
         """float32 [N, K]: what DequantizeLinear computes from these codes and scales, bit for bit."""
@@ -66,17 +65,14 @@ class Quantized(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class WeightFormat:
-    """bits: 8 or 4. block: the most inputs that share a scale, one of BLOCKS. scale_bytes: 4, or 2 for the native
-    kernels' formats, which have fp16 scales for 32 inputs. offset: whether a block has an offset, too, which those have
-    at 4 bits. floating: whether codes are E4M3 numbers instead of integers. head: the format of the vocabulary
-    projection, where it is another one."""
+    """How matrices are stored."""
 
-    bits: int
-    block: int = BLOCKS[0]
-    scale_bytes: int = 4
-    offset: bool = False
-    floating: bool = False
-    head: WeightFormat | None = None
+    bits: int  # 8 or 4
+    block: int = BLOCKS[0]  # the most inputs that share a scale, one of BLOCKS
+    scale_bytes: int = 4  # 2 for the native kernels' formats, which have fp16 scales for 32 inputs
+    offset: bool = False  # a block has one, too; the native kernels' formats have them at 4 bits
+    floating: bool = False  # codes are E4M3 numbers instead of integers
+    head: WeightFormat | None = None  # of the vocabulary projection, where it is another one
 
     def of(self, name: str) -> WeightFormat:
         """The format of a matrix, by the name of its tensor."""

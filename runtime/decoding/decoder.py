@@ -8,7 +8,7 @@ from contextlib import ExitStack
 
 from ...models.bindings import TOP_IDS
 from ..engines.base import Engine, ForwardOutput, Pass
-from ..engines.passes import Passes, Steps, prefill_passes
+from ..engines.passes import Steps, Works, prefill_passes
 from ..engines.rounds import RoundShape
 from ..sampling.random import RandomStreams
 from ..sampling.sampler import Sampler, ScoredRows
@@ -144,7 +144,7 @@ class SpeculativeDecoder:
                 yield TokenChunk(token_ids, min(kept, len(rows)), logprobs, finish_reason, request.prompt_logprobs)
                 request.prompt_logprobs = None
 
-    def _round(self, request: RequestState) -> Passes[Outcome]:
+    def _round(self, request: RequestState) -> Works[Outcome]:
         """Run one round: plan, propose, verify, commit, learn."""
         plan = self._plan(request)
         shape = self._whole_shape(request, plan)
@@ -178,7 +178,7 @@ class SpeculativeDecoder:
         shape = shape_of(rules.shape, request.draws, request.tokens_left, may_end)
         return shape if shape is not None and rounds.fits(shape, proposer.num_unread) else None
 
-    def _read(self, request: RequestState) -> Passes[None]:
+    def _read(self, request: RequestState) -> Works[None]:
         """Both engines read the prompt without its last token, which becomes the first root.
 
         Each request learns from its own rounds only. The plans of its rounds may also depend on earlier requests and on
@@ -226,7 +226,7 @@ class SpeculativeDecoder:
         request.look_up(max_depth)
         return controller.or_lookup(plan, request.match)
 
-    def _propose(self, request: RequestState, plan: RoundPlan | None) -> Passes[Proposal]:
+    def _propose(self, request: RequestState, plan: RoundPlan | None) -> Works[Proposal]:
         """The round's proposal; it is the root alone where the plan wants no proposal or no proposed token fits."""
         graph, max_depth = TokenGraph(request.root), request.tokens_left - 1
         if self._config is None or max_depth < 1:
@@ -252,7 +252,7 @@ class SpeculativeDecoder:
             reason = growth_end(graph, tree, self._config, request.greedy, max_depth, plan, by_rule)
         return Proposal(graph, tree, reason)
 
-    def _verify(self, request: RequestState, plan: RoundPlan | None, tree: TokenTree) -> Passes[Verified]:
+    def _verify(self, request: RequestState, plan: RoundPlan | None, tree: TokenTree) -> Works[Verified]:
         """Score the root and the tree with the target, and choose the accepted path."""
         with request.scoring:
             ranks = TOP_IDS.name in self._target.spec.outputs  # then its most probable tokens are enough, no logits

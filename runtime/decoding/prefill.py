@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 from ...models.bindings import DRAFT
 from ...models.errors import ConfigError
-from ..engines.base import EngineSpec, Pass
+from ..engines.base import EngineSpec
+from ..engines.rounds import Work
 from ..speculation.planning.cost import CostModel, PassCosts
 
 MAX_PAUSE_MS = 100.0  # default
@@ -43,7 +44,7 @@ class PrefillLimit:
         fitting = (width for width in spec.widths if passes.at(width, context) <= allowed)
         return max(fitting, default=spec.widths[0])
 
-    def added(self, texts: Sequence[Pass], prompts: Sequence[Pass]) -> float:
+    def added(self, texts: Sequence[Work], prompts: Sequence[Work]) -> float:
         """Seconds that passes over prompts add to a pass, or take alone."""
         if not prompts:
             return 0.0
@@ -53,17 +54,17 @@ class PrefillLimit:
         texts = [each for each in texts if each.engine is prompts[0].engine]
         context = max(each.cache.length for each in (*texts, *prompts))
         alone = count_rows(texts)
-        scored = [each for each in prompts if len(each.batch.output_rows) > 1]
+        scored = [each for each in prompts if each.num_outputs > 1]
         host = score_seconds(prompts[0].engine.spec) * count_rows(scored)
         return host + passes.at(alone + count_rows(prompts), context) - (passes.at(alone, context) if alone else 0.0)
 
-    def admit(self, waiting: Sequence[tuple[Pass, bool]], waited: float) -> list[bool]:
+    def admit(self, waiting: Sequence[tuple[Work, bool]], waited: float) -> list[bool]:
         """Whether each of these passes may be part of the next one. waiting: with each, whether it is one of a running
         text that reads no prompt. waited: seconds that such texts have waited for prompts, at most, since their last
         chunks."""
         texts = [wanted for wanted, writes in waiting if writes]
         admitted: list[bool] = []
-        prompts: list[Pass] = []
+        prompts: list[Work] = []
         for wanted, writes in waiting:
             fits = writes or waited + self.added(texts, [*prompts, wanted]) <= self._seconds
             if not fits and not waited and True not in admitted:
@@ -83,5 +84,5 @@ def score_seconds(spec: EngineSpec) -> float:
     return SCORE_SECONDS * spec.model.vocab_size
 
 
-def count_rows(passes: Sequence[Pass]) -> int:
-    return sum(each.batch.num_tokens for each in passes)
+def count_rows(passes: Sequence[Work]) -> int:
+    return sum(each.num_rows for each in passes)

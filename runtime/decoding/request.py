@@ -8,6 +8,7 @@ from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 from ..engines.base import Pass
 from ..engines.passes import Steps
+from ..engines.rounds import Work
 from .chunk import TokenChunk
 from .stats import DraftCounts, SpecDecodeStats
 
@@ -65,7 +66,7 @@ class Request(Generic[C]):
     running: bool = False
     ended: bool = False
     # The next pass; None before the text has started. `rest`: its second part, where it was split.
-    next_pass: Pass | None = None
+    next_pass: Work | None = None
     rest: Pass | None = None
     # Seconds of passes over prompts of others since its last chunk, by the cost model.
     waited: float = 0.0

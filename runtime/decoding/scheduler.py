@@ -10,12 +10,14 @@ from collections.abc import Callable, Generator, Hashable, Iterator, Sequence
 from contextlib import closing, suppress
 from threading import Condition, current_thread, main_thread
 from time import perf_counter
-from typing import Generic
+from typing import Any, Generic
 
 from ...models.bindings import DRAFT
 from ..engines.base import Engine, ForwardOutput, Pass
+from ..engines.rounds import RoundOutcome, Work
 from ..engines.shared.memory import CacheBudget, OutOfMemoryError
 from ..speculation.planning.budget import DraftBudget
+from .chunk import TokenChunk
 from .prefill import PrefillLimit, count_rows
 from .queue import FairQueue
 from .request import AnyRequest, C, Event, Request
@@ -101,23 +103,24 @@ class Scheduler(Generic[C]):
     def step(self) -> Iterator[Event[C]]:
         """Run the next pass, joined for as many requests as fit into it; yields what happened, request by request."""
         running = list(self.queue.running)
-        if self.num_sharing == len(running) == 1 and running[0].running and not is_chunk(running[0].next_pass):
+        wanted = running[0].next_pass if len(running) == self.num_sharing == 1 and running[0].running else None
+        if wanted is not None and not wanted.is_chunk:
             served = running  # nothing to prepare, to select or to join
         else:
             yield from self._start(running)
             served = select_joint([request for request in running if request.next_pass is not None], self._prefill)
-        passes = [request.next_pass for request in served if request.next_pass is not None]
-        if not passes:
+        works: Any = [request.next_pass for request in served if request.next_pass is not None]
+        if not works:
             return
         start = perf_counter()
         try:
-            outputs = passes[0].engine.forward(passes)
+            outputs = works[0].engine.forward(works)
         except BaseException as error:
-            yield from self._recover(served, passes, error)
+            yield from self._recover(served, works, error)
             return
         self._freed = False
         if len(running) > 1:
-            self._note(served, running, passes, perf_counter() - start)
+            self._note(served, running, works, perf_counter() - start)
         for request, output in zip(served, outputs, strict=True):
             yield from self._advance(request, output)
 
@@ -145,12 +148,12 @@ class Scheduler(Generic[C]):
             yield from self._recall(request)
             self._split(request)
 
-    def _note(self, served: list[Request[C]], running: Sequence[Request[C]], passes: list[Pass], took: float) -> None:
+    def _note(self, served: list[Request[C]], running: Sequence[Request[C]], works: list[Work], took: float) -> None:
         """Learn from a pass that requests may share: what it took, and how long running texts waited for prompts."""
-        engine, writing = passes[0].engine, [request for request in served if request.writes]
-        if engine.spec.role != DRAFT and not engine.runs_rounds and len(writing) == len(served):
-            context = sum(each.cache.length for each in passes) // len(passes)
-            self.drafts.observe_pass(count_rows(passes), len(passes), context, took)
+        writing = [request for request in served if request.writes]
+        if works[0].engine.spec.role != DRAFT and works[0].num_outputs and len(writing) == len(served):
+            context = sum(each.cache.length for each in works) // len(works)
+            self.drafts.observe_pass(count_rows(works), len(works), context, took)
         if self._prefill is not None and len(writing) < len(served):
             texts, prompts = ([each.next_pass for each in served if each.writes == kind] for kind in (True, False))
             added = self._prefill.added([each for each in texts if each], [each for each in prompts if each])
@@ -160,16 +163,16 @@ class Scheduler(Generic[C]):
     def _split(self, request: Request[C]) -> None:
         """Split a request's pass over a prompt that would keep running texts waiting."""
         wanted = request.next_pass
-        if wanted is None or request.writes or request.rest is not None or self.num_sharing == 1:
+        if not isinstance(wanted, Pass) or request.writes or request.rest is not None or self.num_sharing == 1:
             return
         spec, texts = wanted.engine.spec, any(other.running for other in self.queue.running)
         most = self._prefill.most_rows(spec, wanted.cache.length) if self._prefill and texts else spec.max_width
-        if wanted.batch.num_tokens > most and len(wanted.batch.output_rows) == 1:
+        if wanted.num_rows > most and wanted.num_outputs == 1:
             request.next_pass, request.rest = wanted.split(most)
 
     def _recall(self, request: Request[C]) -> Iterator[Event[C]]:
         """Advance a request over the rows of its next passes that its engine's cache already holds."""
-        while (wanted := request.next_pass) is not None:
+        while isinstance(wanted := request.next_pass, Pass):
             try:
                 rest = wanted.engine.recall(wanted)
             except MemoryError as error:  # the state of the request's cache is unknown
@@ -178,12 +181,12 @@ class Scheduler(Generic[C]):
             if rest is wanted:
                 return
             if wanted.engine.spec.role != DRAFT:
-                request.stats.num_cached_tokens += wanted.batch.num_tokens - (rest.batch.num_tokens if rest else 0)
+                request.stats.num_cached_tokens += wanted.num_rows - (rest.num_rows if rest else 0)
             request.next_pass = rest
             if rest is None:
                 yield from self._resume(request, None)
 
-    def _advance(self, request: Request[C], output: ForwardOutput) -> Iterator[Event[C]]:
+    def _advance(self, request: Request[C], output: ForwardOutput | RoundOutcome) -> Iterator[Event[C]]:
         """Give a request the output of its pass. It then runs after all other running requests."""
         request.next_pass = None
         if len(self.queue.running) > 1:
@@ -194,16 +197,16 @@ class Scheduler(Generic[C]):
             return
         yield from self._resume(request, output)
 
-    def _resume(self, request: Request[C], answer: ForwardOutput | None) -> Iterator[Event[C]]:
+    def _resume(self, request: Request[C], answer: ForwardOutput | RoundOutcome | None) -> Iterator[Event[C]]:
         """Resume a request until it wants its next pass or ends. answer: the output of its last pass."""
         while not request.ended:
             try:
                 step = request.steps.send(answer)
-                chunk = None if isinstance(step, Pass) else request.write(step)
+                chunk = request.write(step) if isinstance(step, TokenChunk) else None
             except BaseException as error:  # any error of a request's own code ends this request only
                 yield self._fail(request, error)
                 return
-            if isinstance(step, Pass):
+            if not isinstance(step, TokenChunk):
                 request.next_pass = step
                 return
             answer = None
@@ -212,7 +215,7 @@ class Scheduler(Generic[C]):
                 self.remove(request)
             yield Event(request, chunk)
 
-    def _recover(self, served: list[Request[C]], passes: list[Pass], error: BaseException) -> Iterator[Event[C]]:
+    def _recover(self, served: list[Request[C]], works: list[Work], error: BaseException) -> Iterator[Event[C]]:
         """After an error of a shared pass, which has changed nothing: free memory if it ran out, else run each pass by
         itself to find out which request caused the error."""
         if is_interrupt(error):
@@ -224,11 +227,11 @@ class Scheduler(Generic[C]):
                     for pool in self.pools:
                         pool.release()
                 return
-            ended = list(self._end_latest(passes[0].engine))
+            ended = list(self._end_latest(works[0]))
             yield from ended
             if ended:
                 return
-        for request, wanted in zip(served, passes, strict=True):
+        for request, wanted in zip(served, works, strict=True):
             try:
                 output = wanted.run()
             except BaseException as own:  # any error of this pass ends this request only
@@ -236,14 +239,14 @@ class Scheduler(Generic[C]):
             else:
                 yield from self._advance(request, output)
 
-    def _end_latest(self, full: Engine) -> Iterator[Event[C]]:
+    def _end_latest(self, failed: Work) -> Iterator[Event[C]]:
         """End the latest requests that do not fit into the present size of an engine's cache, because a pass failed
         again. The caches grow no further until all requests have ended."""
         self._freed = False
         started = [request for request in self.queue.running if request.next_pass]
-        if full.allocated is None:
+        if not isinstance(failed, Pass) or failed.engine.allocated is None:
             return
-        self._set_slot_limit(full.allocated - self.slots.padding)
+        self._set_slot_limit(failed.engine.allocated - self.slots.padding)
         taken = 0
         for place, request in enumerate(sorted(started, key=lambda each: each.number)):
             taken += request.num_slots
@@ -277,12 +280,8 @@ def select_joint(waiting: Sequence[AnyRequest], prefill: PrefillLimit | None = N
         passes = [each for each, is_admitted in zip(passes, admitted, strict=True) if is_admitted]
     engine = next((wanted.engine for _, wanted in passes if wanted.engine.spec.role == DRAFT), passes[0][1].engine)
     mine = [(request, wanted) for request, wanted in passes if wanted.engine is engine]
-    return [request for request, _ in mine[: engine.num_joint([wanted for _, wanted in mine])]]
-
-
-def is_chunk(wanted: Pass | None) -> bool:
-    """Whether a pass may be one over a part of a prompt, whose rows may be known, or too many."""
-    return wanted is not None and wanted.batch.num_tokens > 2 and len(wanted.batch.output_rows) == 1
+    together: Any = [wanted for _, wanted in mine]
+    return [request for request, _ in mine[: engine.num_joint(together)]]
 
 
 def drive(request: Request[C]) -> Iterator[C]:

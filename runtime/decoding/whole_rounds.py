@@ -7,7 +7,10 @@ from collections.abc import Sequence
 from time import perf_counter
 from typing import TYPE_CHECKING
 
-from ..engines.passes import Passes
+import numpy as np
+from numpy.typing import NDArray
+
+from ..engines.passes import Works
 from ..engines.rounds import DrawSettings, RoundDraws, RoundOutcome, Rounds, RoundShape
 from ..sampling.params import SamplingParams
 from ..sampling.random import HasUniforms, RandomStreams
@@ -23,17 +26,17 @@ if TYPE_CHECKING:  # state.py imports this module
     from .state import RequestState
 
 NO_ESTIMATES = array("d")
+NO_LOGITS: NDArray[np.float32] = np.zeros((0, 0), np.float32)
 
 
 def run_whole(
     rounds: Rounds, proposer: DraftProposer, request: RequestState, plan: RoundPlan | None, shape: RoundShape
-) -> Passes[Outcome]:
+) -> Works[Outcome]:
     """Run a round of this shape, measure it, and learn from it."""
     begin, draws = perf_counter(), None
     if request.draws is not None:
         draws = draws_of(shape, shape.most_draws, request.draws, request.uniforms, request.calibration)
-    output = yield rounds.prepare(shape, proposer.pending, draws)
-    found = rounds.outcome
+    found: RoundOutcome = yield rounds.round(shape, proposer.pending, draws)
     if found.seconds is None:
         request.scoring.add(perf_counter() - begin)
     else:
@@ -45,7 +48,7 @@ def run_whole(
     acceptance = acceptance_of(found)
     if plan is not None or request.calibration is not None:
         request.learn(plan, tree_of(found), acceptance, found.written)
-    return Outcome(plan, len(found.token_ids) - 1, 0, output.logits, acceptance, found.written, None)
+    return Outcome(plan, len(found.token_ids) - 1, 0, NO_LOGITS, acceptance, found.written, None)
 
 
 def tree_of(outcome: RoundOutcome) -> TokenTree:

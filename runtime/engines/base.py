@@ -214,6 +214,19 @@ class Pass(NamedTuple):
     output_read: bool = True
     of_prompt: bool = False
 
+    @property
+    def num_rows(self) -> int:
+        return self.batch.num_tokens
+
+    @property
+    def num_outputs(self) -> int:
+        return len(self.batch.output_rows)
+
+    @property
+    def is_chunk(self) -> bool:
+        """Whether it may be a part of a prompt, whose rows may be known, or too many."""
+        return self.batch.num_tokens > 2 and len(self.batch.output_rows) == 1
+
     def run(self) -> ForwardOutput:
         """Run this pass by itself and return its output. Raises as Engine.forward does."""
         return self.engine.forward([self])[0]
@@ -235,8 +248,6 @@ class Engine(ABC):
     """A compiled model."""
 
     spec: EngineSpec  # does not change while the engine is open
-    runs_rounds = False  # whether its passes are whole rounds, whatever their batches say
-
     # The number of allocated cache slots that its sequences share; None where each has slots of its own.
     allocated: int | None = None
 

@@ -1,19 +1,22 @@
 """Generators that request passes. Decoding code yields each pass that it needs and receives the pass's output through
-`send`. The caller runs the passes, so one loop (`decoding/loop.py`) can join the passes of several requests."""
+`send`. The caller runs the passes, so one scheduler (`decoding/scheduler.py`) can join the passes of several requests.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Generator, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
 from ..sampling.softmax import Wanted
 from .base import Engine, EngineSpec, ForwardOutput, KVCache, Pass, TokenBatch, causal_mask
+from .rounds import Work
 
 T = TypeVar("T")
 Passes = Generator[Pass, ForwardOutput, T]  # yields a pass, receives its output; returns T
-Steps = Generator[Pass | T, ForwardOutput | None, None]  # yields a pass and receives its output, or a T and None
+Works = Generator[Work, Any, T]  # the same, also with rounds and their outcomes
+Steps = Generator[Work | T, Any, None]  # yields such a work and receives its result, or a T and None
 
 
 def causal_batch(

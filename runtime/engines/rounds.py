@@ -1,4 +1,4 @@
-"""Rounds: passes that are whole rounds, from the draft's first pass to the commit."""
+"""Rounds that an engine runs as a whole, from the draft's first pass to the commit."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from array import array
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from .base import Pass
+from .base import EngineSpec, KVCache, Pass
 
 BEST, MATCH, BLOCK = "best", "match", "block"  # how a round is verified; BEST: `match` at temperature 0
 TRAVERSAL, REJECTION = "traversal", "rejection"
@@ -106,10 +106,7 @@ class RoundOutcome(NamedTuple):
 
 
 class Rounds(ABC):
-    """The rounds of one text, over its caches of target and draft. Each is a pass, which commits in both caches what it
-    accepts; its engine joins passes of several texts. outcome: of the last round."""
-
-    outcome: RoundOutcome
+    """The rounds of one text, over its caches of target and draft."""
 
     @abstractmethod
     def fits(self, shape: RoundShape, num_pending: int) -> bool:
@@ -117,10 +114,51 @@ class Rounds(ABC):
         included."""
 
     @abstractmethod
-    def prepare(self, shape: RoundShape, pending: Sequence[int], draws: RoundDraws | None = None) -> Pass:
-        """The pass that runs a round. Its output has no rows. pending: the tokens that the draft has not read; the last
-        one is the root. draws: None at temperature 0."""
+    def round(self, shape: RoundShape, pending: Sequence[int], draws: RoundDraws | None = None) -> WholeRound:
+        """A round to run. pending: the tokens that the draft has not read; the last one is the root. draws: None at
+        temperature 0."""
 
     @abstractmethod
     def close(self) -> None:
         """No round follows. The caches are their owner's."""
+
+
+class RoundRunner(ABC):
+    """Runs rounds of one shape, of several texts at a time."""
+
+    spec: EngineSpec  # of the target
+
+    @abstractmethod
+    def num_joint(self, rounds: Sequence[WholeRound]) -> int:
+        """How many of these rounds, from the first on, `forward` runs together."""
+
+    @abstractmethod
+    def forward(self, rounds: Sequence[WholeRound]) -> list[RoundOutcome]:
+        """Run rounds, which commit in both caches what they accept. Raises EngineError as Engine.forward does."""
+
+
+class WholeRound(NamedTuple):
+    """A round of one text, from the draft's first pass to the commit. A scheduler runs it as it runs a Pass."""
+
+    engine: RoundRunner
+    text: Rounds
+    # Of the target.
+    cache: KVCache
+    pending: tuple[int, ...]
+    draws: RoundDraws | None
+
+    # As of a pass.
+    of_prompt: bool = False
+    is_chunk: bool = False
+    num_outputs: int = 0
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.pending)
+
+    def run(self) -> RoundOutcome:
+        """Run it by itself."""
+        return self.engine.forward([self])[0]
+
+
+Work = Pass | WholeRound

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import re
 import subprocess
@@ -12,10 +11,8 @@ from pathlib import Path
 import pytest
 from bundling import ROOT
 
-from benchmarks.load.concurrency import make_table, measure
 from benchmarks.papers.methods import BUDGETS, RANKS, PairBenchmark, make_configurations, summarise
 from draftwood.cli.bench import read_prompts
-from draftwood.runtime import LLM, SamplingParams
 from draftwood.runtime.bundle.bundle import EngineBundle
 from draftwood.runtime.bundle.fit import refuse_too_large
 
@@ -39,16 +36,6 @@ def test_a_comparison_counts_what_happened(tiny_bundle: Path) -> None:
         assert [count.tokens for count in counts] == [6, 6]
         row = summarise(counts)
         assert 1 <= row["tokens_per_target_pass"] <= 6 and row["verification_rate"] <= 1
-
-
-def test_concurrent_requests_are_compared_in_pairs_of_runs(tiny_bundle: Path) -> None:
-    params = SamplingParams(max_tokens=4, temperature=0, ignore_eos=True)
-    with LLM(tiny_bundle) as llm:
-        figures = asyncio.run(measure(llm, [[1, 5, 9], [1, 7]], params, repeats=3, counts=(1, 3)))
-    assert set(figures) == {"1", "3"} and make_table(figures).row_count == 2
-    for row in figures.values():
-        low, high = row["ratio_interval"]
-        assert 0 < low <= row["ratio"] <= high and row["plain"]["tokens_per_second"] > 0
 
 
 def test_questions_are_taken_from_each_file_at_equal_distances(tmp_path: Path) -> None:

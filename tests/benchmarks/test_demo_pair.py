@@ -38,10 +38,3 @@ def test_a_full_draft_writes_what_the_trimmed_one_writes(tmp_path: Path, capsys:
     others = np.delete(head, kept, axis=0)
     assert (others == others[0]).all() and not (head[kept] == others[0]).all(-1).any()
     assert float(capsys.readouterr().out.rpartition(": ")[2]) < 1e-6
-
-
-def test_a_folder_that_exists_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(demo_pair, "real_model", lambda: tmp_path / "model.gguf")
-    monkeypatch.setattr("sys.argv", ["demo_pair", "--output", str(tmp_path)])
-    with pytest.raises(SystemExit, match="exists already"):
-        demo_pair.main()

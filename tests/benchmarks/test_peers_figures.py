@@ -1,4 +1,4 @@
-"""The comparison's arithmetic: medians, ratios in equal groups, which methods are measured, and how rows are shown."""
+"""The comparison's arithmetic: medians, ratios in equal groups, equal texts, and how rows are shown."""
 
 from __future__ import annotations
 
@@ -12,20 +12,16 @@ from hypothesis import strategies as st
 
 from benchmarks.peers.figures import (
     MethodKey,
-    MethodRow,
     MethodRun,
-    choose_fastest,
     count_tokens_per_pass,
     make_row,
     measure_acceptance,
-    measure_speeds,
     median_speed_ratio,
     share_of_same_texts,
     summarise,
 )
-from benchmarks.peers.plot import choose_bars
 from benchmarks.peers.protocol import PLAIN, Generation
-from benchmarks.peers.report import group_lines, read_rows, to_markdown
+from benchmarks.peers.report import read_rows, to_markdown
 from benchmarks.tools.record import rows_to_json
 
 
@@ -37,22 +33,8 @@ def runs_of(*seconds: float, tokens: tuple[int, ...] = (1, 2)) -> list[MethodRun
     return [MethodRun(0, repeat, generation(each, tokens), 0.0) for repeat, each in enumerate(seconds)]
 
 
-def test_the_trial_keeps_the_fastest_of_each_entry_and_what_has_no_length() -> None:
-    ours = {"plain": 0.9, "chain:3": 0.4, "topk:7": 0.2, "topk:15": 0.3, "auto": 0.8}
-    theirs = {"plain": 0.1, "draft:3": 0.7, "draft:5": 0.6}
-    runs = {MethodKey("int4", "draftwood", method): runs_of(seconds, 0.1) for method, seconds in ours.items()}
-    runs |= {MethodKey("int4", "llama.cpp", method): runs_of(seconds, 0.1) for method, seconds in theirs.items()}
-    kept: dict[str, set[str]] = {"draftwood": set(), "llama.cpp": set()}
-    for key in choose_fastest(runs, 1):
-        kept[key.peer].add(key.method)
-    assert kept == {"draftwood": {"plain", "auto", "topk:7"}, "llama.cpp": {"plain", "draft:5"}}
-    assert measure_speeds(runs)[MethodKey("int4", "draftwood", "topk:15")] == pytest.approx(
-        10
-    )  # 4 tokens in 0.3 s and 0.1 s
-    assert choose_fastest(runs, 9) == set(runs)
-
-
 def test_medians_quartiles_and_ratios() -> None:
+    """The fastest method of another peer at the same precision and setting is what a row is compared with."""
     plain, fast, other = (
         MethodKey("fp32", "draftwood", PLAIN),
         MethodKey("fp32", "draftwood", "topk:7"),
@@ -63,117 +45,55 @@ def test_medians_quartiles_and_ratios() -> None:
     assert row.tokens_per_second == pytest.approx(20) and (row.low, row.high) == pytest.approx((12.5, 20))
     assert row.of_plain == pytest.approx(2) and row.of_best == pytest.approx(1)
     assert (row.same_as_plain, row.same_as_first, row.tokens_per_pass) == (1, 1, None)
-    best = MethodKey("int8", "draftwood", PLAIN)
-    assert make_row(best, runs | {best: runs_of(1.0)}, runs[plain]).of_best is None
-
-
-def test_the_best_other_peer_is_the_fastest_method_of_the_same_precision() -> None:
-    runs = {
-        MethodKey("fp32", "draftwood/native", PLAIN): runs_of(0.1),
-        MethodKey("fp32", "llama.cpp", PLAIN): runs_of(0.4),
-        MethodKey("fp32", "llama.cpp", "draft:3"): runs_of(0.2),
-        MethodKey("int4", "llama.cpp", PLAIN): runs_of(0.05),
+    elsewhere = {
+        other._replace(method="draft:3"): runs_of(0.05, 0.15, 0.1),
+        other._replace(precision="int8"): runs_of(1),
     }
-    assert [row.of_best for row in summarise(runs)] == pytest.approx([2, 0.5, 1, 1])
+    rows = summarise(runs | elsewhere)
+    assert [row.of_best for row in rows] == pytest.approx([0.25, 0.5, 0.5, 1, 1])
+    with pytest.raises(ValueError, match="llama"):
+        summarise({other: runs_of(0.1, tokens=())})
 
 
 @given(st.lists(st.tuples(st.floats(0.01, 10), st.floats(0.01, 10)), min_size=1, max_size=9))
 def test_ratios_are_taken_within_a_repeat(pairs: list[tuple[float, float]]) -> None:
     own, other = runs_of(*(a for a, _ in pairs)), runs_of(*(b for _, b in pairs))
     assert median_speed_ratio(own, other) == pytest.approx(median(b / a for a, b in pairs))
-    # A machine that is slower in some repeats slows both.
-    slowed = (
-        [run._replace(generation=generation(run.generation.seconds * (1 + run.repeat))) for run in side]
-        for side in (own, other)
-    )
-    assert median_speed_ratio(*slowed) == pytest.approx(median_speed_ratio(own, other))
 
 
 def test_one_different_token_is_noticed() -> None:
     plain = [MethodRun(prompt, repeat, generation(1), 0.0) for prompt in range(4) for repeat in range(2)]
-    drifted = [*plain[:-1], plain[-1]._replace(generation=generation(1, (1, 3)))]
     assert share_of_same_texts(plain, plain) == 1
-    assert share_of_same_texts(drifted, plain) == share_of_same_texts(plain, drifted) == 0.75
-    assert share_of_same_texts(plain, [*plain[:-1], plain[-1]._replace(generation=generation(1, (1,)))]) == 0.75
+    for tokens in ((1, 3), (1,)):
+        drifted = [*plain[:-1], plain[-1]._replace(generation=generation(1, tokens))]
+        assert share_of_same_texts(drifted, plain) == share_of_same_texts(plain, drifted) == 0.75
+    together = MethodRun(0, 0, Generation([[1, 2], [3, 4]], 0.5, {}), 0.0)
+    assert together.seconds_per_token == pytest.approx(0.125)
+    other = together._replace(generation=Generation([[1, 2], [3, 5]], 0.5, {}))
+    assert share_of_same_texts([together], [other]) == 0.5
 
 
-def test_tokens_per_pass_from_either_counter() -> None:
+def test_tokens_per_pass_and_acceptance_from_what_a_peer_counts() -> None:
     def counted(**counters: float) -> list[MethodRun]:
         return [MethodRun(0, 0, generation(1, (1,) * 12, **counters), 0.0)] * 2
 
     assert count_tokens_per_pass(counted(target_passes=4)) == count_tokens_per_pass(counted(accepted=8)) == 3
     assert count_tokens_per_pass(counted(drafted=8)) is None
+    assert measure_acceptance(counted(drafted=8, accepted=2)) == 0.25
+    assert measure_acceptance(counted(drafted=0, accepted=0)) is measure_acceptance(counted(drafted=8)) is None
 
 
-def test_an_empty_text_is_no_measurement() -> None:
-    with pytest.raises(ValueError, match="llama"):
-        summarise({MethodKey("fp32", "llama.cpp", PLAIN): runs_of(0.1, tokens=())})
-
-
-def test_the_tables_group_by_precision_and_begin_with_the_fastest() -> None:
-    speeds = {("fp32", "llama.cpp"): 0.4, ("fp32", "draftwood"): 0.2, ("int4", "draftwood/native"): 0.1}
-    runs = {MethodKey(*names, PLAIN): runs_of(seconds) for names, seconds in speeds.items()}
-    lines = to_markdown(summarise(runs)).splitlines()
-    assert len({line.count("|") for line in lines}) == 1
-    names = [line.split(" | ")[0].strip("| ") for line in lines[2:]]
-    assert names == ["**fp32**", "**draftwood**", "llama.cpp", "**int4**", "**draftwood/native**"]
-    assert lines[3].split(" | ")[2:6] == ["10", "10-10", "1.00", "2.00"]
-
-
-def test_rows_are_json() -> None:
-    rows = summarise({MethodKey("fp32", "draftwood", PLAIN): runs_of(0.123456)})
-    assert MethodRow(**json.loads(json.dumps(rows_to_json(rows)))[0]) == rows[0]._replace(
-        tokens_per_second=16.2, low=16.2, high=16.2
-    )
-
-
-def test_a_panel_shows_plain_decoding_and_the_fastest_other_method() -> None:
-    speeds = {
-        ("llama.cpp", PLAIN): 0.5,
-        ("llama.cpp", "draft:3"): 0.2,
-        ("llama.cpp", "draft:5"): 0.4,
-        ("vllm", PLAIN): 0.1,
-    }
-    rows = summarise({MethodKey("bf16", *names, "4 at a time"): runs_of(seconds) for names, seconds in speeds.items()})
-    shown = [(row.peer, row.method) for row in choose_bars(rows)]
-    assert shown == [("llama.cpp", PLAIN), ("llama.cpp", "draft:3"), ("vllm", PLAIN)]
-
-
-def test_settings_are_compared_apart() -> None:
-    runs = {
-        MethodKey("fp32", "draftwood/native", PLAIN, "short"): runs_of(0.1),
-        MethodKey("fp32", "llama.cpp", PLAIN, "short"): runs_of(0.2),
-        MethodKey("fp32", "draftwood/native", PLAIN, "long"): runs_of(0.8, tokens=(3, 4)),
-        MethodKey("fp32", "llama.cpp", PLAIN, "long"): runs_of(0.4, tokens=(3, 4)),
-    }
+def test_tables_group_by_setting_and_precision_and_join_files(tmp_path: Path) -> None:
+    keys = [(s, p, peer) for s in ("short", "long") for p in ("fp32", "int4") for peer in ("vllm", "draftwood")]
+    runs = {MethodKey(p, peer, PLAIN, s): runs_of(0.5 if peer == "vllm" else 0.25) for s, p, peer in keys}
     rows = summarise(runs)
-    assert [row.of_best for row in rows] == pytest.approx([2, 1, 0.5, 1])
-    assert [row.same_as_first for row in rows] == [1, 1, 1, 1]
-    groups = group_lines(rows)
-    assert {heading: [line.peer for line in lines] for heading, lines in groups.items()} == {
-        "short, fp32": ["draftwood/native", "llama.cpp"],
-        "long, fp32": ["llama.cpp", "draftwood/native"],
-    }
-
-
-def test_texts_at_the_same_time_count_together_and_compare_one_by_one() -> None:
-    together = MethodRun(0, 0, Generation([[1, 2], [3, 4]], 0.5, {"drafted": 8, "accepted": 2}), 0.0)
-    assert together.seconds_per_token == pytest.approx(0.125)
-    other = together._replace(generation=Generation([[1, 2], [3, 5]], 0.5, {}))
-    assert share_of_same_texts([together], [other]) == 0.5
-    assert measure_acceptance([together, together]) == 0.25
-    assert measure_acceptance([together, other]) is None
-    nothing = together._replace(generation=together.generation._replace(counters={"drafted": 0, "accepted": 0}))
-    assert measure_acceptance([nothing]) is None
-
-
-def test_files_of_earlier_runs_are_read_and_parts_are_joined(tmp_path: Path) -> None:
-    rows = summarise(
-        {MethodKey("fp32", "draftwood", PLAIN): runs_of(0.5), MethodKey("int8", "vllm", PLAIN): runs_of(1)}
-    )
-    files = []
-    for number, row in enumerate(rows_to_json(rows)):
-        earlier = {name: value for name, value in row.items() if name not in ("setting", "acceptance")}
-        files.append(tmp_path / f"{number}.json")
-        files[-1].write_text(json.dumps({"rows": [row if number else earlier]}), encoding="utf-8")
+    files = [tmp_path / "1.json", tmp_path / "2.json"]
+    for file, part in zip(files, (rows[:3], rows[3:]), strict=True):
+        file.write_text(json.dumps({"rows": rows_to_json(part)}), encoding="utf-8")
     assert read_rows(files) == rows
+    lines = to_markdown(rows).splitlines()
+    assert len({line.count("|") for line in lines}) == 1
+    names = [line.split(" | ")[0].strip("| *") for line in lines[2:]]
+    groups = ("short, fp32", "short, int4", "long, fp32", "long, int4")
+    assert names == [name for group in groups for name in (group, "draftwood", "vllm")]
+    assert lines[3].split(" | ")[2:6] == ["8", "8-8", "1.00", "2.00"]

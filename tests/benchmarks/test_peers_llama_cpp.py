@@ -10,7 +10,7 @@ import fake_llama_server
 import pytest
 
 from benchmarks.peers.programs.ik_llama_cpp import UNKNOWN, IkLlamaCpp
-from benchmarks.peers.programs.llama_cpp import CONTEXT, LlamaCpp, make_converter
+from benchmarks.peers.programs.llama_cpp import CONTEXT, LlamaCpp
 from benchmarks.peers.protocol import MANY, PLAIN, PeerOptions
 
 Start = Callable[..., LlamaCpp]
@@ -39,12 +39,9 @@ def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
         program.close()
 
 
-@pytest.mark.parametrize(
-    ("precision", "variant", "kind"),
-    [("int8", "", "Q8_0"), ("int4", "", "Q4_0"), ("int4", "pure", "Q4_0"), ("int4", "q4_k_m", "Q4_K_M")],
-)
-def test_the_target_and_the_full_draft_are_quantised(start: Start, precision: str, variant: str, kind: str) -> None:
-    program = start(LlamaCpp, precision, variant)
+@pytest.mark.parametrize(("variant", "kind"), [("", "Q4_0"), ("pure", "Q4_0"), ("q4_k_m", "Q4_K_M")])
+def test_the_target_and_the_full_draft_are_quantised(start: Start, variant: str, kind: str) -> None:
+    program = start(LlamaCpp, "int4", variant)
     (folder,) = program._options.work.joinpath("models").iterdir()
     files = {file.name: file.read_text(encoding="utf-8") for file in folder.iterdir()}
     assert files == {"target.gguf": f"{kind} of target", "draft.gguf": f"{kind} of draft-full"}
@@ -53,6 +50,7 @@ def test_the_target_and_the_full_draft_are_quantised(start: Start, precision: st
 
 def test_texts_are_asked_for_at_the_same_time_and_counted_together(start: Start) -> None:
     program = start(LlamaCpp)
+    assert program.generate(PLAIN, [[1] * CONTEXT, [2]], 2).texts == [[2, 3], [3, 4]]  # a slot has room for both
     alone = program.generate(PLAIN, [[5, 10]], 3)
     assert alone.texts == [[11, 12, 13]] and alone.counters == {"own_seconds": 0.51} and alone.seconds > 0
     together = program.generate("draft:3", [[10], [20], [30]], 2)  # the server waits for three requests
@@ -62,23 +60,8 @@ def test_texts_are_asked_for_at_the_same_time_and_counted_together(start: Start)
         program.generate("lookup:3", [[1]], 2)
 
 
-def test_a_slot_has_room_for_the_longest_text(start: Start) -> None:
-    program = start(LlamaCpp)
-    texts = program.generate(PLAIN, [[1] * CONTEXT, [2]], 2).texts
-    assert texts == [[2, 3], [3, 4]]
-    assert program.generate(PLAIN, [[1]], 2).texts == [[2, 3]]
-
-
 def test_ik_llama_cpp_tells_its_tokens_by_the_text(start: Start) -> None:
     program = start(IkLlamaCpp)
     together = program.generate("draft:3", [[10], [20], [30]], 2)
     assert together.texts == [[11, 12], [21, UNKNOWN], [31, 32]]  # the text of the second one lacks a token
     assert together.counters["accepted"] == 3 and together.num_tokens == 6
-
-
-def test_ik_llama_cpp_has_the_converter_of_llama_cpp(tmp_path: Path) -> None:
-    program = IkLlamaCpp.__new__(IkLlamaCpp)
-    program._options = PeerOptions(tmp_path, "int8", tmp_path / "ik_llama.cpp", 1, (3,))
-    home = tmp_path / "llama.cpp"
-    assert program._converter() == make_converter(home / "venv" / "bin" / "python", home)
-    assert program._converter()[-1] == str(home / "source")

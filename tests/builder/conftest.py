@@ -1,7 +1,8 @@
-"""A distilled draft, for all files that need one: to train it takes seconds."""
+"""A small target, and a draft that was distilled for it: to train it takes seconds."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -11,14 +12,21 @@ from draftwood.builder.distillation.distill import torch_settings
 
 
 @pytest.fixture(scope="session")
-def distill_target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_target(tmp_path_factory.mktemp("distill") / "target")
 
 
 @pytest.fixture(scope="session")
-def distilled_draft(distill_target: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def draft(target: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A trimmed draft, with its state beside it. Copy both before you change them."""
     folder = tmp_path_factory.mktemp("draft") / "draft"
     with torch_settings(1):
-        distilled(options(distill_target, folder))
+        distilled(options(target, folder))
     return folder
+
+
+@pytest.fixture(scope="module")
+def one_thread() -> Iterator[None]:
+    """For models that are too small for several threads."""
+    with torch_settings(1):
+        yield

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from checkpoints import write_checkpoint, write_tokenizer
 from disk import largest_file
+from steps import failing, noted, quiet
 
 from draftwood.builder import pipeline
 from draftwood.builder.engines.export import export as original_export
@@ -20,10 +21,6 @@ from draftwood.builder.pipeline import build
 from draftwood.builder.progress import Step
 from draftwood.models.errors import BundleError, CheckpointError, ConfigError, DraftwoodError
 from draftwood.runtime.bundle.bundle import MANIFEST, EngineBundle
-
-
-def quiet(step: Step) -> Callable[[], None]:
-    return lambda: None
 
 
 @pytest.fixture
@@ -36,20 +33,16 @@ def test_a_build_says_what_it_replaces_and_what_cannot_pay(
 ) -> None:
     told: list[str] = []
 
-    def begin(step: Step) -> Callable[[], None]:
-        told.append(step.title)
-        return lambda: None
-
-    build(options, begin)
+    build(options, noted(told))
     assert not [title for title in told if title.startswith(("Replacing", "Warning"))]
     told.clear()
-    build(replace(options, draft=options.target), begin)
+    build(replace(options, draft=options.target), noted(told))
     assert f"Replacing the bundle in {options.output} at the end" in told
     assert any(title.startswith("Warning: draft and target are the same checkpoint") for title in told)
     told.clear()
     larger = write_checkpoint(tmp_path / "draft", "gqa", num_hidden_layers=3)
     write_tokenizer(larger, add_bos=True)
-    build(replace(options, draft=larger, output=tmp_path / "larger"), begin)
+    build(replace(options, draft=larger, output=tmp_path / "larger"), noted(told))
     assert any(title.startswith("Warning: the draft is larger than its target") for title in told)
 
 
@@ -67,27 +60,16 @@ def test_a_full_disk_is_named_whatever_is_written(options: BuildOptions, backend
 def test_an_interrupted_build_leaves_nothing(
     options: BuildOptions, title: str, interruption: type[BaseException]
 ) -> None:
-    def begin(step: Step) -> Callable[[], None]:
-        if step.title.startswith(title):
-            raise interruption
-        return lambda: None
-
     with pytest.raises(interruption):
-        build(options, begin)
+        build(options, failing(title, interruption))
     assert not options.output.exists() and not list(options.output.parent.glob(".*"))
 
 
 def test_a_rebuild_that_fails_keeps_the_old_bundle(options: BuildOptions, monkeypatch: pytest.MonkeyPatch) -> None:
     build(options, quiet)
     before = (options.output / MANIFEST).read_text()
-
-    def begin(step: Step) -> Callable[[], None]:
-        if step.title.startswith("Sealing"):
-            raise KeyboardInterrupt
-        return lambda: None
-
     with pytest.raises(KeyboardInterrupt):
-        build(options, begin)
+        build(options, failing("Sealing", KeyboardInterrupt))
     assert (options.output / MANIFEST).read_text() == before
     with pytest.raises(BundleError, match="an eos_token_id is outside"), monkeypatch.context() as patch:
         patch.setattr(pipeline, "end_of_text", lambda *given: (1 << 20,))  # a manifest that nobody could open
@@ -111,12 +93,6 @@ def test_a_killed_build_is_not_loadable(options: BuildOptions) -> None:
     build(options, begin)
     with pytest.raises(BundleError, match="did not finish"):
         EngineBundle.open(seen[0])
-
-
-def test_a_full_disk_is_named_and_leaves_nothing(options: BuildOptions) -> None:
-    with largest_file(20_000), pytest.raises(BundleError, match="free some space"):
-        build(options, quiet)
-    assert not options.output.exists() and not list(options.output.parent.glob(".*"))
 
 
 def test_a_folder_that_is_no_bundle_is_never_replaced(options: BuildOptions) -> None:
@@ -151,12 +127,6 @@ def test_an_output_that_cannot_be_written_is_named(options: BuildOptions, tmp_pa
 def test_impossible_options_are_refused(options: BuildOptions, change: dict[str, Any], named: str) -> None:
     with pytest.raises(ConfigError, match=named):
         BuildOptions(options.target, options.draft, options.output, **change)
-
-
-def test_more_context_than_the_models_were_trained_for(options: BuildOptions) -> None:
-    longer = BuildOptions(options.target, options.draft, options.output, max_length=1 << 20)
-    with pytest.raises(ConfigError, match="ask for at most"):
-        build(longer, quiet)
 
 
 def test_vocabularies_that_differ_in_size(tiny_pair: Path, stories: Path, tmp_path: Path) -> None:
@@ -206,10 +176,6 @@ def test_end_of_text_ids_come_from_both_files_and_the_vocabulary(
     (target / "config.json").write_text(json.dumps(config | {"eos_token_id": 2}))
     told: list[str] = []
 
-    def begin(step: Step) -> Callable[[], None]:
-        told.append(step.title)
-        return lambda: None
-
-    bundle = build(BuildOptions(target, options.draft, options.output), begin)
+    bundle = build(BuildOptions(target, options.draft, options.output), noted(told))
     assert bundle.manifest.eos_token_ids == (2, 5, 7)
     assert any("eos_token_id [5000]" in title for title in told)

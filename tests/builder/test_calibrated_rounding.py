@@ -11,6 +11,7 @@ import torch
 from bundling import DEMO
 from checkpoints import write_checkpoint
 from numpy.typing import NDArray
+from steps import noted
 
 from benchmarks.precision.quality import Reading, make_spec, read_held_out, score_texts
 from benchmarks.tools.torch_engine import TorchEngine
@@ -104,12 +105,7 @@ def test_a_bundle_of_calibrated_engines_holds_what_the_reference_computes(text: 
         DEMO / "target", DEMO / "draft", tmp_path / "bundle", "native", "int4", draft_precision="int4", calibration=text
     )
     steps: list[str] = []
-
-    def begin(step: object) -> object:
-        steps.append(str(step))
-        return lambda: None
-
-    manifest = build(given, begin).manifest  # type: ignore[arg-type] # any callable serves
+    manifest = build(given, noted(steps)).manifest
     assert sum("tokens of text.txt in view" in step for step in steps) == 2
     assert max(manifest.parity.values()) < 0.05
 

@@ -16,6 +16,7 @@ import onnx
 import pytest
 from checkpoints import write_checkpoint
 from compiling import COLUMNS, options
+from steps import counted, failing, quiet
 
 from draftwood.builder.checkpoints.checkpoint import Checkpoint
 from draftwood.builder.engines import graph
@@ -39,10 +40,6 @@ CAPACITY = 256
 MAGIC = b"vtrt"  # every plan begins with it
 MATRIX_BYTES = 2 * (2 * (512 * 512 + 256 * 512 + 3 * 512 * 1024) + 512 * 288)  # of the checkpoint "wide" in fp16
 Compile = Callable[..., TensorRTPlan]
-
-
-def quiet(step: Step) -> Callable[[], None]:
-    return lambda: None
 
 
 @pytest.fixture(scope="module")
@@ -160,16 +157,7 @@ def test_without_triton_the_kernel_is_refused_with_the_fix(compiled: Compile, mo
 
 def test_every_phase_reports_all_its_steps(compiled: Compile) -> None:
     left: dict[str, int] = {}
-
-    def begin(step: Step) -> Callable[[], None]:
-        left[step.title] = left.get(step.title, 0) + step.units
-
-        def advance() -> None:
-            left[step.title] -= 1
-
-        return advance
-
-    compiled(begin)
+    compiled(counted(left))
     assert "Compiling the draft: Building engine" in left and len(left) >= 4
     assert set(left.values()) == {0}
 
@@ -180,14 +168,8 @@ def test_an_interruption_ends_the_build(
     interruption: type[BaseException], phase: str, compiled: Compile, tmp_path: Path
 ) -> None:
     """TensorRT calls back from its own threads and swallows exceptions; this one arrives all the same."""
-
-    def begin(step: Step) -> Callable[[], None]:
-        if phase in step.title:
-            raise interruption("enough")
-        return lambda: None
-
     with pytest.raises(interruption, match="enough"):
-        compiled(begin)
+        compiled(failing(phase, interruption("enough")))
     assert not (tmp_path / "draft.plan").exists()
 
 

@@ -122,18 +122,6 @@ def test_i7_padding_rows_change_nothing_and_stay_finite(engine: OnnxRuntimeEngin
         np.testing.assert_allclose(result, results[0], atol=TOLERANCE)
 
 
-def test_i10_a_committed_path_equals_a_fresh_prefill(engine: OnnxRuntimeEngine) -> None:
-    prefix, slots = list(range(20, 53)), [0, 2, 4, 6, 7]
-    cache, fresh = engine.new_cache(), engine.new_cache()
-    prefill(engine, cache, prefix)
-    engine.score(BUSHY.batch(engine.spec, len(prefix)), cache)
-    cache.commit(slots)
-    text = [*prefix, *(BUSHY.tokens[slot] for slot in slots)]
-    prefill(engine, fresh, text)
-    following = [score(engine, BUSHY.batch(engine.spec, len(text)), each) for each in (cache, fresh)]
-    np.testing.assert_allclose(following[0], following[1], atol=TOLERANCE)
-
-
 def test_the_cache_has_the_size_the_graph_was_exported_for(engine: OnnxRuntimeEngine) -> None:
     cache = filled(engine, CAPACITY - 8)
     assert cache.capacity == CAPACITY

@@ -9,10 +9,9 @@ from distilling import written
 from hypothesis import given
 from hypothesis import strategies as st
 
-from draftwood.builder.distillation.acceptance import overlap
 from draftwood.builder.distillation.batches import pack
-from draftwood.builder.distillation.loss import distillation_loss, reachable
-from draftwood.builder.distillation.vocabulary import expected_counts, kept_tokens, offsets
+from draftwood.builder.distillation.loss import distillation_loss, overlap, reachable
+from draftwood.builder.kept_tokens import expected_counts, kept_tokens, offsets
 from draftwood.models.errors import ConfigError
 
 # Loss
@@ -27,8 +26,6 @@ def test_divergence_by_hand() -> None:
     parts = distillation_loss(torch.tensor([[0.5, 0.3, 0.2]]).log() + 3, target)
     exact = 0.4 * np.log((0.4 / 0.7) / 0.5) + 0.2 * np.log((0.2 / 0.7) / 0.3) + 0.1 * np.log((0.1 / 0.7) / 0.2)
     assert parts.divergence.item() == pytest.approx(exact, rel=1e-5)
-    variation = 0.7 * 0.5 * (abs(0.4 / 0.7 - 0.5) + abs(0.2 / 0.7 - 0.3) + abs(0.1 / 0.7 - 0.2))
-    assert parts.variation.item() == pytest.approx(variation, rel=1e-5)
     assert parts.entropy.item() == 0  # the draft lacks the written token
     written_seven = target._replace(written=place_of[torch.tensor([7])])
     assert distillation_loss(torch.tensor([[0.5, 0.3, 0.2]]).log(), written_seven).entropy.item() == pytest.approx(
@@ -47,8 +44,7 @@ def test_divergence_is_least_at_the_target(seed: int, size: int) -> None:
     target = reachable(ids[:, :known], logprobs[:, :known], tails, ids[:, 0], torch.arange(size))
     assert abs(distillation_loss(logits, target).divergence.item()) < 1e-4
     other = torch.from_numpy(rng.normal(0, 2, (1, size)).astype(np.float32))
-    parts = distillation_loss(other, target)
-    assert parts.divergence.item() > -1e-5 and 0 <= parts.variation.item() <= 1 + 1e-5
+    assert distillation_loss(other, target).divergence.item() > -1e-5
 
 
 def test_gradient_of_the_divergence_is_that_of_differences() -> None:
@@ -87,11 +83,10 @@ def test_overlap_is_exact_where_all_tokens_are_known_and_otherwise_lower(seed: i
 
 
 def test_the_most_frequent_tokens_and_the_special_ones_are_kept() -> None:
-    kept = kept_tokens(np.array([0.0, 5, 1, 9, 2, 9]), 3, {0, 77})
-    assert kept.tolist() == [0, 3, 5]
-    assert kept_tokens(np.zeros(4), 9, ()).tolist() == [0, 1, 2, 3]
-    with pytest.raises(ConfigError, match=r"no room for the 3 special tokens .* --vocabulary 4"):
-        kept_tokens(np.zeros(9), 2, {1, 5, 7})
+    assert kept_tokens(np.array([3, 5, 1, 4, 2, 0]), 3, {0, 77}, "--x").tolist() == [0, 3, 5]
+    assert kept_tokens(np.arange(4), 9, (), "--x").tolist() == [0, 1, 2, 3]
+    with pytest.raises(ConfigError, match=r"--x 2 leaves no room .* beside the 3 special ones: ask for at least 4"):
+        kept_tokens(np.arange(9), 2, {1, 5, 7}, "--x")
 
 
 def test_counts_are_the_targets_probabilities() -> None:

@@ -1,45 +1,33 @@
-"""A training that begins with a draft of an earlier distillation."""
+"""A training that begins with an earlier draft, and what is said of one that had too little time or text."""
 
 from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from checkpoints import write_checkpoint
-from distilling import COLUMNS, distilled, options
+from distilling import COLUMNS, distilled, options, written
 from safetensors.torch import load_file, save_file
 
 from draftwood.builder.checkpoints.checkpoint import Checkpoint
 from draftwood.builder.distillation import distill as distill_module
-from draftwood.builder.distillation.acceptance import estimate
+from draftwood.builder.distillation.card import EARLIER
+from draftwood.builder.distillation.distill import DistillResult
+from draftwood.builder.distillation.draft import is_tied, read_start
+from draftwood.builder.distillation.loss import estimate
 from draftwood.builder.distillation.network import DraftNetwork
-from draftwood.builder.distillation.shards import TextStore
-from draftwood.builder.distillation.start import NAMED, is_tied, read_start
+from draftwood.builder.distillation.options import DistillOptions
+from draftwood.builder.distillation.state import TextStore
+from draftwood.cli.main import main
 from draftwood.models.errors import ConfigError
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 UNSIZED = {"hidden": None, "vocabulary": None}  # the earlier draft has its own sizes
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    """These models are too small for several threads."""
-    with distill_module.torch_settings(1):
-        yield
-
-
-@pytest.fixture(scope="module")
-def target(distill_target: Path) -> Path:
-    return distill_target
-
-
-@pytest.fixture(scope="module")
-def draft(distilled_draft: Path) -> Path:
-    return distilled_draft
 
 
 def test_a_training_begins_with_an_earlier_draft(draft: Path, target: Path, tmp_path: Path) -> None:
@@ -53,7 +41,7 @@ def test_a_training_begins_with_an_earlier_draft(draft: Path, target: Path, tmp_
         distilled(options(target, tmp_path / "other", state=state, text_minutes=0))
     earlier = json.loads((draft / "distillation.json").read_text())
     assert figures["vocabulary"] == 64 and figures["hidden"] == 32
-    assert figures["started_from"] == {name: earlier[name] for name in NAMED}
+    assert figures["started_from"] == {name: earlier[name] for name in EARLIER}
     assert "began with an earlier draft" in (tmp_path / "next" / "README.md").read_text()
     first = json.loads((state / "training.json").read_text())["curve"][0]["loss"]
     assert first == pytest.approx(estimate_of(draft, target, state), rel=1e-3)  # both are rounded to bf16
@@ -109,3 +97,58 @@ def test_bf16_is_for_processors_that_multiply_it(monkeypatch: pytest.MonkeyPatch
     for listed, expected in ({"avx2", "fma"}, False), ({"avx2", "avx512_bf16"}, True):
         monkeypatch.setattr(distill_module, "available", lambda wanted, listed=listed: listed | set(wanted))
         assert distill_module.is_half_fast(torch.device("cpu")) is expected
+
+
+def test_a_target_that_finishes_no_text_in_time_is_named(target: Path, tmp_path: Path) -> None:
+    """A second passes with each step of the loop, and every text needs more than six tokens. The same command says the
+    same again."""
+    given = options(target, tmp_path / "draft", minutes=1, text_minutes=0.1)
+    for _ in range(2):
+        with pytest.raises(ConfigError, match=r"finished no text in 6 seconds, .*: give more --minutes .* --requests"):
+            distilled(given)
+
+
+def test_too_little_text_is_refused(target: Path, tmp_path: Path) -> None:
+    store = TextStore(tmp_path / "state" / "texts", 320, COLUMNS)
+    given = options(target, tmp_path / "draft", minutes=5, text_minutes=0, state=tmp_path / "state")
+    with pytest.raises(ConfigError, match="holds no text, and --text-minutes 0 writes none"):
+        distilled(given)
+    store.add(written(0, 1))
+    with pytest.raises(ConfigError, match=r"none of the 1 texts in .* is held out .*: give more --minutes"):
+        distilled(given)
+    with pytest.raises(ConfigError, match=r"is held out .*: give more --prompts"):
+        distilled(replace(given, questions=("hello",)))
+    store.add(written(1, 32))
+    with pytest.raises(ConfigError, match="has 40 tokens of text, too few for one step of 2 x 32"):
+        distilled(given)
+
+
+@pytest.mark.parametrize(
+    ("minutes", "steps", "said"),
+    [
+        ("1", 9, "takes some 30 minutes, and this one had 1: the same command with more --minutes goes on"),
+        ("1", 0, "has not improved on its beginning yet, which was written: give more --minutes"),
+        ("480", 0, "has not improved on its beginning yet, which was written: give more --minutes"),
+        ("480", 9, ""),
+    ],
+)
+def test_the_end_says_when_a_draft_had_too_little_training(
+    minutes: str,
+    steps: int,
+    said: str,
+    target: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    figures = {"acceptance": {"acceptance_0": 0.01}, "text_tokens": 900, "steps": steps}
+
+    def finished(options: DistillOptions, *rest: Any) -> DistillResult:
+        return DistillResult(options.output, figures)
+
+    monkeypatch.setattr(distill_module, "distill", finished)
+    given = ["--target", str(target), "--output", str(tmp_path / "draft"), "--minutes", minutes]
+    assert main(["distill", *given]) == 0
+    shown = capsys.readouterr().out
+    assert said in shown and "temperature 0: 0.01" in shown
+    assert bool(said) == ("give more --minutes" in shown or "with more --minutes" in shown)

@@ -12,15 +12,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 from disk import largest_file
-from distilling import CHATML, COLUMNS, LIMITS, distilled, options, quiet, write_target, written
+from distilling import CHATML, COLUMNS, LIMITS, distilled, options, write_target, written
 from hypothesis import given
 from hypothesis import strategies as st
+from steps import quiet
 
 from draftwood.builder.checkpoints.checkpoint import Checkpoint
 from draftwood.builder.distillation.batches import pack, training_batches
 from draftwood.builder.distillation.conversation import Layout, layout_of
-from draftwood.builder.distillation.distributions import TopSelector
-from draftwood.builder.distillation.shards import (
+from draftwood.builder.distillation.state import (
     ANSWER,
     GIVEN,
     QUESTION,
@@ -28,19 +28,14 @@ from draftwood.builder.distillation.shards import (
     TextStore,
     WrittenText,
     is_held_out,
+    locked,
 )
-from draftwood.builder.distillation.state_files import locked
-from draftwood.builder.distillation.target import TextTarget, compile_target, open_tokenizer
+from draftwood.builder.distillation.target import TextTarget, TopSelector, compile_target
 from draftwood.builder.distillation.text import LOOPS, TextWriter, fingerprint, is_repeating
 from draftwood.models.errors import ConfigError
 from draftwood.runtime.engines.passes import causal_batch
 from draftwood.runtime.sampling.softmax import NumpySoftmax
 from draftwood.runtime.text.tokenizer import Tokenizer
-
-
-@pytest.fixture(scope="module")
-def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_target(tmp_path_factory.mktemp("distill") / "target")
 
 
 @pytest.fixture(scope="module")
@@ -98,10 +93,10 @@ def test_a_template_that_drops_the_question_is_refused(tmp_path: Path) -> None:
 def test_recorded_distributions_are_the_engines_own(state: Path, target: Path) -> None:
     """Every place of a text read again in one pass gives the recorded probabilities."""
     checkpoint = Checkpoint(target)
-    spec = compile_target(checkpoint, state / "target", quiet)
+    bundle = compile_target(checkpoint, state / "target", quiet)
     texts = texts_of(state)
     assert len(texts) > 10
-    with TextTarget(state / "target", spec, 2, (2,), 1) as engine:
+    with TextTarget(bundle, 2, 1) as engine:
         select = TopSelector(NumpySoftmax(), 320, COLUMNS).select
         for text in texts[:4]:
             cache = engine.pool.new_cache()
@@ -316,14 +311,20 @@ def test_another_targets_state_is_refused(state: Path, tmp_path: Path) -> None:
             distilled(options(other, tmp_path / "draft", minutes=9, text_minutes=text_minutes, state=state))
 
 
+def test_a_folder_in_the_targets_place_is_refused(target: Path, tmp_path: Path) -> None:
+    (tmp_path / "target").mkdir()
+    with pytest.raises(ConfigError, match="is no bundle, or one of an older release: remove it"):
+        compile_target(Checkpoint(target), tmp_path / "target", quiet)
+
+
 def test_a_prompt_that_is_too_long_is_refused(target: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="shorten the longest"):
         distilled(options(target, tmp_path / "draft", questions=("x " * 4000,)))
 
 
 def test_writer_reads_the_numbers_of_the_stored_texts(state: Path, target: Path) -> None:
-    spec = compile_target(Checkpoint(target), state / "target", quiet)
-    with open_tokenizer(state / "target") as tokenizer, TextTarget(state / "target", spec, 2, (2,), 1) as engine:
+    bundle = compile_target(Checkpoint(target), state / "target", quiet)
+    with Tokenizer.load(state / "target") as tokenizer, TextTarget(bundle, 2, 1) as engine:
         store = TextStore(state / "texts", 320, COLUMNS)
         stored = sum(1 for _ in store.read())
         writer = TextWriter(engine, layout_of(tokenizer), store, requests=2, limits=LIMITS)

@@ -25,7 +25,7 @@ from draftwood.builder.engines.export import export
 from draftwood.builder.parity import largest_difference, rows_of
 from draftwood.builder.reference import score_rows
 from draftwood.models.bindings import TARGET, output_names
-from draftwood.models.families import FAMILIES
+from draftwood.models.families import FAMILIES, Variant
 from draftwood.models.llama import Llama
 from draftwood.plugins.native.library import NativeLibrary
 from draftwood.runtime.engines.base import SoloEngine
@@ -76,6 +76,18 @@ def test_logits_are_transformers(backend: str, written: Written, tmp_path: Path)
     engine.close()
     np.testing.assert_allclose(found, written.expected[prompt:], atol=2e-4, rtol=0)
     assert np.ptp(written.expected) > 5
+
+
+def test_a_family_is_no_llama(written: Written) -> None:
+    """What it adds to a layer counts: without that, the same weights predict other tokens."""
+    config = written.checkpoint.config
+    if {*config.variant.differences} - {"window"}:
+        model = Llama(replace(config, variant=Variant()), TOKENS)
+        weights = {name: written.checkpoint.tensor(name) for name in model.state_dict()}
+        model.load_state_dict({name: torch.from_numpy(np.array(weight)) for name, weight in weights.items()})
+        with torch.no_grad():
+            ignored = model.full(torch.from_numpy(written.tokens)[None]).logits[0].numpy()
+        assert np.abs(ignored - written.expected).max() > 0.1
 
 
 def test_a_row_has_the_same_bits_in_any_company(written: Written, tmp_path: Path) -> None:
@@ -145,9 +157,11 @@ def test_rounded_matrices_of_the_native_engine(name: str, precision: str, tmp_pa
 
 
 def test_the_table_says_what_was_compared() -> None:
-    rows = table_of(ROOT / "docs" / "models.md", "family")
-    assert rows.pop("family") == [*COMPARED]
-    assert rows == {name: [", ".join(compared) for compared in COMPARED.values()] for name in CASES}
+    page = ROOT / "docs" / "models.md"
+    found = [", ".join(compared) for compared in COMPARED.values()]
+    assert table_of(page, "family") == {"family": [*COMPARED], "each of these": found}
+    (names,) = re.findall(r"^Compared: (.*?)\.\n", page.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
+    assert names.replace("\n", " ").split("; ") == list(CASES)
 
 
 def test_the_documents_list_the_architectures() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from bundling import resigned
 from checkpoints import VOCAB_SIZE, edit_weights, write_tokenizer
 from families import CASES, COMPARED, expected_logits, write_family
 from lowbit import greedy_texts
+from steps import noted, quiet
 from tokenizers import Tokenizer as TokenizerJson
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
@@ -24,7 +24,6 @@ from draftwood.builder.head.train import train_head
 from draftwood.builder.head.training import HeadTraining
 from draftwood.builder.options import BuildOptions
 from draftwood.builder.pipeline import build
-from draftwood.builder.progress import Step
 from draftwood.cli.inspect import describe
 from draftwood.models.errors import BundleError, CheckpointError, ConfigError, RequestError
 from draftwood.runtime import LLM, SamplingParams, SpeculativeConfig
@@ -48,7 +47,7 @@ def test_speculative_text_is_plain_text(name: str, backend: str, tmp_path: Path)
     target, draft = write_family(tmp_path / "target", name), write_family(tmp_path / "draft", name, noise=0.1)
     bundle = tmp_path / "bundle"
     options = BuildOptions(target, draft, bundle, backend, "fp32", draft_precision="fp32")
-    manifest = build(options, lambda step: lambda: None).manifest
+    manifest = build(options, quiet).manifest
     assert manifest.max_length == Checkpoint(target).config.longest
     prompts = ["the cat", "hello world"]
     plain = greedy_texts(bundle, None, prompts, 40)
@@ -70,7 +69,7 @@ def test_tensorrt_rtx_builds_plans(name: str, tmp_path: Path) -> None:
     options = BuildOptions(
         target, draft, tmp_path / "bundle", "tensorrt-rtx", plugin=False, compute_capability=("8.0",)
     )
-    manifest = build(options, lambda step: lambda: None).manifest
+    manifest = build(options, quiet).manifest
     for role, spec in manifest.engines.items():
         assert spec.plan is not None and spec.plan.layers.kv_cache_update == 4
         assert manifest.parity[role] < 0.05
@@ -101,11 +100,7 @@ def test_rows_beyond_the_smaller_vocabulary_have_no_effect(
     said: list[str] = []
     options = BuildOptions(*folders, tmp_path / "bundle", backend, "fp32", draft_precision="fp32")
 
-    def begin(step: Step) -> Callable[[], None]:
-        said.append(step.title)
-        return lambda: None
-
-    bundle = build(options, begin)
+    bundle = build(options, noted(said))
     larger, other = ("target", "draft") if target_size > draft_size else ("draft", "target")
     sizes = max(target_size, draft_size), smaller
     assert f"Cutting the {larger}'s vocabulary of {sizes[0]} to the {other}'s {sizes[1]} tokens" in said
@@ -135,7 +130,7 @@ def test_a_vocabulary_that_cuts_tokens_is_refused(tmp_path: Path) -> None:
     )
     options = BuildOptions(target, draft, tmp_path / "bundle", "onnxruntime")
     with pytest.raises(CheckpointError, match="its tokenizer has a token 287, and the model has 280 tokens"):
-        build(options, lambda step: lambda: None)
+        build(options, quiet)
 
 
 @pytest.mark.parametrize(
@@ -153,8 +148,8 @@ def test_a_context_longer_than_a_model_computes_is_refused(name: str, limit: str
     with pytest.raises(
         ConfigError, match=f"exceeds the target's {limit} of {tokens} tokens: ask for at most --max-length {tokens}"
     ):
-        build(replace(options, max_length=tokens + 1), lambda step: lambda: None)
-    assert build(replace(options, max_length=tokens), lambda step: lambda: None).manifest.max_length == tokens
+        build(replace(options, max_length=tokens + 1), quiet)
+    assert build(replace(options, max_length=tokens), quiet).manifest.max_length == tokens
     resigned(options.output, lambda content: content.update(max_length=tokens + 1))
     with pytest.raises(BundleError, match=f"{limit} is {tokens} tokens|caches have"):
         EngineBundle.open(options.output)
@@ -165,11 +160,9 @@ def test_a_head_for_a_family_with_two_vocabularies(tmp_path: Path) -> None:
     target = write_family(tmp_path / "target", "Granite", vocab_size=300)
     draft = write_family(tmp_path / "draft", "Granite", noise=0.1, vocab_size=320)
     small: dict[str, Any] = {"texts": 4, "max_new_tokens": 8, "batch_size": 2, "epochs": 1}
-    train_head(
-        HeadTraining(target, draft, tmp_path / "head", **small), ["the cat", "hello", "x"], lambda step: lambda: None
-    )
+    train_head(HeadTraining(target, draft, tmp_path / "head", **small), ["the cat", "hello", "x"], quiet)
     options = BuildOptions(target, draft, tmp_path / "bundle", "native", acceptance_head=tmp_path / "head")
-    bundle = build(replace(options, precision="fp32", draft_precision="fp32"), lambda step: lambda: None)
+    bundle = build(replace(options, precision="fp32", draft_precision="fp32"), quiet)
     assert "acceptance" in bundle.manifest.engines["draft"].outputs
     table = describe(bundle)
     assert table.columns[0]._cells.count("added to LLaMA's layer") == 1
@@ -198,7 +191,7 @@ def test_a_conversation_with_a_model_of_qwen_s_kind(tmp_path: Path) -> None:
         ends = [vocabulary[token] for token in ("<|im_end|>", "<|endoftext|>", "</s>", *"aehinorst")]
         (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": ends, "do_sample": False}))
     options = BuildOptions(*folders, tmp_path / "bundle", "native", "fp32", draft_precision="fp32")
-    assert build(options, lambda step: lambda: None).manifest.eos_token_ids == tuple(sorted(ends))
+    assert build(options, quiet).manifest.eos_token_ids == tuple(sorted(ends))
     reference = PreTrainedTokenizerFast.from_pretrained(folders[0])
     model: Any = AutoModelForCausalLM.from_pretrained(folders[0], dtype=torch.float32)
     finished = set()

@@ -1,4 +1,4 @@
-"""The seconds of passes: how they are measured, and freed of noise."""
+"""The seconds of passes and of the host: how they are measured, and freed of noise."""
 
 from __future__ import annotations
 
@@ -8,12 +8,14 @@ from typing import Any
 
 import pytest
 from fakes import FakeEngine, random_model
+from steps import quiet
 
 from draftwood.builder.pass_times import Pair, filled_cache, interpolated, measure_after, smoothed, spread, thinned_out
-from draftwood.builder.profile import measure
+from draftwood.builder.profile import ROUNDS, TURNS, measure, measure_host
 from draftwood.models.bindings import DRAFT, ROLES, TARGET
 from draftwood.models.errors import EngineError
 from draftwood.runtime.bundle.bundle import EngineBundle
+from draftwood.runtime.speculation.planning.cost import HostCosts
 
 
 def test_a_long_context_is_filled_without_computing_it(tiny_bundle: Path) -> None:
@@ -40,7 +42,7 @@ def test_draft_passes_behind_another_one_are_measured_apart(monkeypatch: pytest.
         return (0.2 if cold else 0.1) * (1.0 if engine.spec.role == DRAFT else 50.0)
 
     monkeypatch.setattr("draftwood.builder.pass_times.time_pass", timed)
-    costs = measure(Pair(engines, 200, {}), lambda step: lambda: None, (64,), repeats=3)
+    costs = measure(Pair(engines, 200, {}), quiet, (64,), repeats=3)
     assert costs.draft is not None and costs.further is not None
     assert {*costs.draft.seconds[0]} == {0.2} and {*costs.further.seconds[0]} == {0.1}
 
@@ -94,3 +96,42 @@ def test_some_widths_stand_for_all() -> None:
     assert thinned_out((1, 3, 5, 19, 21)) == (1, 5, 21) and thinned_out((1, 2)) == (1, 2)
     assert interpolated((1, 2, 3), (1, 3), (6.0, 20.0), [(3.0, 4.0, 5.0), (0.0,) * 3]) == (6.0, 12.0, 20.0)
     assert interpolated((1, 2), (1, 2), [3.0, 4.0], [(1.0, 1.0)]) == (3.0, 4.0)
+
+
+def test_an_interruption_does_not_change_the_time_on_the_measure_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another program takes the processor for a long time, once, at any moment: the tree's tokens keep their price."""
+    engines = {role: FakeEngine(random_model(0, 8), 8, role) for role in ROLES}
+
+    def measured(interrupted: int) -> HostCosts:
+        reads = count()
+
+        def clock() -> int:
+            read = next(reads)
+            return read + 1000 * (read > interrupted)
+
+        monkeypatch.setattr("draftwood.runtime.speculation.stopwatch.perf_counter", clock)
+        return measure_host(Pair(engines, 200, {}), 1, 12, lambda: None)[0]
+
+    undisturbed = measured(10**9)
+    assert undisturbed.round > undisturbed.plain > 0
+    assert all(measured(moment) == undisturbed for moment in range(10, 200, 7))
+
+
+def test_kinds_of_rounds_meet_the_same_minutes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a host that becomes slower all the time, to five times as slow: rounds above temperature 0 cost as much more
+    than those at 0 as on a steady one."""
+    engines = {role: FakeEngine(random_model(0, 8), 8, role) for role in ROLES}
+
+    def ratio(slower: float) -> float:
+        steps = count()
+
+        def clock() -> float:
+            step = next(steps)
+            return step + slower * step * step
+
+        monkeypatch.setattr("draftwood.runtime.speculation.stopwatch.perf_counter", clock)
+        greedy, sampled = measure_host(Pair(engines, 200, {}), TURNS, ROUNDS, lambda: None)
+        assert next(steps) > 1000
+        return sampled.round / greedy.round
+
+    assert ratio(0.001) == pytest.approx(ratio(0.0), rel=0.2)

@@ -6,7 +6,6 @@ import json
 import math
 import re
 import shutil
-from collections.abc import Callable
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -17,11 +16,10 @@ from controllers import CHAIN
 from costs import table
 from disk import largest_file
 from fakes import FakeEngine, random_model
+from steps import counted, quiet
 
-from draftwood.builder.host_times import TURNS
 from draftwood.builder.pass_times import Pair, thinned_out
-from draftwood.builder.profile import CONTEXTS, brief_contexts, measure
-from draftwood.builder.progress import Step
+from draftwood.builder.profile import CONTEXTS, TURNS, brief_contexts, measure
 from draftwood.cli.main import main
 from draftwood.models.bindings import DRAFT, ROLES, TARGET
 from draftwood.models.errors import ConfigError
@@ -33,26 +31,22 @@ from draftwood.runtime.speculation.planning.controller import Controller
 from draftwood.runtime.speculation.planning.cost import HostCosts
 
 
+@pytest.fixture
+def bundle(tiny_bundle: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(tiny_bundle, tmp_path / "bundle"))
+
+
 def test_every_width_is_measured_behind_every_context_that_fits(tiny_bundle: Path) -> None:
-    bundle, units = EngineBundle.open(tiny_bundle), dict[str, int]()
-
-    def begin(step: Step) -> Callable[[], None]:
-        units[step.title] = step.units
-
-        def advance() -> None:
-            units[step.title] -= 1
-
-        return advance
-
+    bundle, left = EngineBundle.open(tiny_bundle), dict[str, int]()
     engines = {role: bundle.open_engine(role, threads=1) for role in ROLES}
     longest = bundle.manifest.max_length
-    costs = measure(Pair(engines, longest, {"threads": 1}), begin, contexts=(16, 8, 16, longest + 1), repeats=2)
+    costs = measure(Pair(engines, longest, {"threads": 1}), counted(left), contexts=(16, 8, 16, longest + 1), repeats=2)
     for role, passes in zip(ROLES, (costs.target, costs.draft), strict=True):
         assert passes is not None and passes.widths == engines[role].spec.widths and passes.contexts == (8, 16)
         assert all(list(row) == sorted(row) and row[0] > 0 for row in passes.seconds)
     assert costs.machine == {"threads": 1} and costs.spread is not None and costs.spread >= 1
     assert costs.greedy.round > 0 or costs.greedy.token > 0
-    assert len(units) == 3 and set(units.values()) == {0}
+    assert len(left) == 3 and set(left.values()) == {0}
 
 
 def test_a_build_measures_briefly(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -60,29 +54,20 @@ def test_a_build_measures_briefly(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [brief_contexts(length) for length in (10, 64, 1024)] == [(64,), (64,), (64, 512)]
     assert [brief_contexts(length) for length in (2048, 8000, 9000)] == [(64, 2048), (64, 1536, 8000), (64, 1536, 8192)]
     engines = {role: Counting(random_model(0, 8), 8, role) for role in ROLES}
-    units: list[int] = []
+    left = dict[str, int]()
     turns: dict[Any, list[float]] = {}
-    monkeypatch.setattr("draftwood.builder.host_times.host_rounds", lambda *of: turns.setdefault(of[2:], [1.0]))
-
-    def begin(step: Step) -> Callable[[], None]:
-        units.append(step.units)
-
-        def advance() -> None:
-            units[-1] -= 1
-
-        return advance
-
+    monkeypatch.setattr("draftwood.builder.profile.host_rounds", lambda *of: turns.setdefault(of[2:], [1.0]))
     for seconds, repeats, passes in ((0, 9, 1), (0, 1, 1), (math.inf, 4, 5)):
         turns.clear()
         for engine in engines.values():
             engine.seen.clear()
-        costs = measure(Pair(engines, 200, {}), begin, (64,), repeats, seconds)
+        costs = measure(Pair(engines, 200, {}), counted(left), (64,), repeats, seconds)
         assert costs.target.contexts == (64,) and costs.target.widths == engines[TARGET].spec.widths
         for engine in engines.values():
             before = [width for length, width in engine.seen if length == 64]
             assert before.count(engine.spec.max_width) == passes * (2 if engine.spec.role == DRAFT else 1)
         assert {turn for _, turn, *_ in turns} == set(range(1 if seconds == 0 else TURNS))
-    assert not any(units)
+    assert left and not any(left.values())
 
 
 def test_behind_further_contexts_a_build_measures_few_widths(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -95,14 +80,14 @@ def test_behind_further_contexts_a_build_measures_few_widths(monkeypatch: pytest
         return 1 + 0.1 * width + 0.001 * width * float(cache.length)
 
     monkeypatch.setattr("draftwood.builder.pass_times.time_pass", timed)
-    costs = measure(Pair(engines, 200, {}), lambda step: lambda: None, (8, 100), 2, 1.0)
+    costs = measure(Pair(engines, 200, {}), quiet, (8, 100), 2, 1.0)
     assert costs.draft is not None and costs.further is not None
     for role, costs_of in ((TARGET, costs.target), (DRAFT, costs.draft), (DRAFT, costs.further)):
         widths = engines[role].spec.widths
         assert costs_of.widths == widths and seen[role, 8] == set(widths) > seen[role, 100] == set(thinned_out(widths))
         expected = [1 + 0.2 * width for width in widths]
         assert costs_of.seconds[1] == pytest.approx(expected, rel=0.05)
-    measure(Pair(engines, 200, {}), lambda step: lambda: None, (8, 101), 2)
+    measure(Pair(engines, 200, {}), quiet, (8, 101), 2)
     assert seen[TARGET, 101] == seen[TARGET, 8]
 
 
@@ -117,8 +102,8 @@ def test_a_plan_behind_a_long_text_uses_what_was_measured_there(monkeypatch: pyt
 
     monkeypatch.setattr("draftwood.builder.pass_times.time_pass", timed)
     pair = Pair(engines, 8000, {})
-    whole = measure(pair, lambda step: lambda: None, repeats=1)
-    short = measure(pair, lambda step: lambda: None, CONTEXTS, repeats=1)
+    whole = measure(pair, quiet, repeats=1)
+    short = measure(pair, quiet, CONTEXTS, repeats=1)
     assert whole.target.contexts == (*CONTEXTS, 8000) and whole.target.at(4, 8000) == pytest.approx(14.0)
     assert short.target.at(4, 8000) == pytest.approx(2.0)
     free = HostCosts(0.0, 0.0, 0.0)
@@ -145,28 +130,18 @@ def test_a_table_knows_whether_passes_are_filled_up_to_a_width() -> None:
     engines = {role: FakeEngine(random_model(0, 8), 8, role) for role in ROLES}
     for engine, backend in zip(engines.values(), ("native", "onnxruntime"), strict=True):
         engine.spec = replace(engine.spec, backend=backend)
-    costs = measure(Pair(engines, 200, {}), lambda step: lambda: None, contexts=(8,), repeats=1)
+    costs = measure(Pair(engines, 200, {}), quiet, contexts=(8,), repeats=1)
     assert not costs.target.padded and costs.draft is not None and costs.draft.padded
-
-
-@pytest.mark.parametrize("contexts", [(0,), (8, -5)])
-def test_contexts_are_numbers_of_tokens(contexts: tuple[int, ...]) -> None:
-    engines = {role: FakeEngine(random_model(0, 8), 8, role) for role in ROLES}
-    with pytest.raises(ConfigError, match="contexts must be at least 1"):
-        measure(Pair(engines, 200, {}), lambda step: lambda: None, contexts)
 
 
 def test_no_context_that_fits_is_an_error(tiny_bundle: Path) -> None:
     bundle = EngineBundle.open(tiny_bundle)
     engines = {role: bundle.open_engine(role) for role in ROLES}
     with pytest.raises(ConfigError, match="name shorter ones"):
-        measure(Pair(engines, bundle.manifest.max_length, {}), lambda step: lambda: None, contexts=(10**6,))
+        measure(Pair(engines, bundle.manifest.max_length, {}), quiet, contexts=(10**6,))
 
 
-def test_the_command_stores_what_generate_then_reads(
-    tiny_bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    bundle = Path(shutil.copytree(tiny_bundle, tmp_path / "bundle"))
+def test_the_command_stores_what_generate_then_reads(bundle: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (bundle / COSTS).unlink(missing_ok=True)
     assert main(["profile", str(bundle), "--contexts", "8", "--threads", "1"]) == 0
     out = capsys.readouterr().out
@@ -198,43 +173,36 @@ def test_what_cannot_be_stored_is_not_measured(
 def test_a_table_that_a_busy_machine_gave_is_told(
     busy: float,
     told: bool,
-    tiny_bundle: Path,
-    tmp_path: Path,
+    bundle: Path,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    bundle = Path(shutil.copytree(tiny_bundle, tmp_path / "bundle"))
     monkeypatch.setattr("draftwood.cli.profile.BUSY", busy)
     assert main(["profile", str(bundle), "--contexts", "8", "--json"]) == 0
     shown, error = capsys.readouterr()
     assert json.loads(shown)["spread"] > 1 and ("The machine was busy" in error) == told
 
 
-def test_a_table_of_another_bundle_is_noticed(tiny_bundle: Path, no_bos_bundle: Path, tmp_path: Path) -> None:
+def test_a_table_of_another_bundle_is_noticed(bundle: Path, no_bos_bundle: Path) -> None:
     """Of one architecture: a table that fits would not show it."""
-    bundle = Path(shutil.copytree(tiny_bundle, tmp_path / "bundle"))
     machine = fingerprint(EngineBundle.open(no_bos_bundle).manifest, "cpu", 0, 0)
     write_costs(replace(table(), machine=machine), bundle)
     with LLM(bundle) as llm:
         assert len(llm.stale_costs) == 1 and llm.stale_costs[0].startswith("bundle ")
 
 
-def test_a_damaged_table_is_one_clear_line(
-    tiny_bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    bundle = Path(shutil.copytree(tiny_bundle, tmp_path / "bundle"))
+def test_a_damaged_table_is_one_clear_line(bundle: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (bundle / COSTS).write_text("{}")
     assert main(["generate", str(bundle), "--prompt", "hello", "--max-tokens", "4"]) == 2
     assert "draftwood profile" in capsys.readouterr().err
 
 
 def test_costs_from_another_machine_are_noticed(
-    tiny_bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def served(*_: object) -> bool:
         return True
 
-    bundle = Path(shutil.copytree(tiny_bundle, tmp_path / "bundle"))
     foreign = {**fingerprint(EngineBundle.open(bundle).manifest, "cpu", 0, 0), "processor": "abacus"}
     write_costs(replace(table(), machine=foreign), bundle)
     with LLM(bundle) as llm:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from importlib.util import find_spec
 from pathlib import Path
 
 import ml_dtypes
@@ -17,6 +16,7 @@ from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 from lowbit import assert_same_bits, greedy_texts, held, in_one_pass, one_by_one, open_engine
 from numpy.typing import NDArray
+from steps import quiet
 from torch.nn.functional import cross_entropy
 from trees import Tree
 
@@ -24,20 +24,17 @@ from benchmarks.precision.quality import compare, make_spec, score_texts
 from benchmarks.tools.torch_engine import TorchEngine
 from draftwood.builder.checkpoints.checkpoint import Checkpoint
 from draftwood.builder.engines import graph
-from draftwood.builder.engines.export import export
 from draftwood.builder.options import BuildOptions
 from draftwood.builder.parallel import PART
 from draftwood.builder.parity import largest_difference, rows_of
 from draftwood.builder.pipeline import build
 from draftwood.builder.quantization.formats import FORMATS, QuantizedCheckpoint, RoundedCheckpoint, WeightFormat
 from draftwood.builder.reference import score_rows
-from draftwood.cli.main import main
 from draftwood.models import bindings
 from draftwood.models.config import LlamaConfig
 from draftwood.models.errors import BundleError, CheckpointError, ConfigError
 from draftwood.models.layers import network_of, num_parameters
 from draftwood.models.llama import Llama
-from draftwood.plugins.tensorrt import load_tensorrt, tensorrt_logger
 from draftwood.runtime import SpeculativeConfig
 from draftwood.runtime.engines.backends import BLOCKS
 from draftwood.runtime.engines.base import ForwardOutput
@@ -145,35 +142,6 @@ def test_a_matrix_of_many_parts_is_rounded_as_its_rows_are(key: tuple[str, str])
     np.testing.assert_array_equal(whole.dequantized(), weights.reshape(matrix.shape))
 
 
-def test_four_bits_err_less_in_smaller_blocks_and_less_than_unclipped() -> None:
-    """What the search for a scale is worth: 7 to 13 % of the square error of normally distributed weights."""
-    matrix = np.random.default_rng(0).standard_normal((64, 1024)).astype(np.float32)
-    errors = [np.square(WeightFormat(4, b).quantize("m", matrix).dequantized() - matrix).mean() for b in BLOCKS]
-    assert errors == sorted(errors, reverse=True)
-    for block, error in zip(BLOCKS, errors, strict=True):
-        blocks = matrix.reshape(64, -1, block)
-        step = np.abs(blocks).max(-1, keepdims=True) / 7
-        assert error < 0.95 * np.square(np.rint(blocks / step) * step - blocks).mean()
-    assert np.square(WeightFormat(8).quantize("m", matrix).dequantized() - matrix).mean() < errors[-1] / 100
-
-
-@pytest.mark.parametrize("bits", [8, 4])
-def test_dequantize_linear_gives_the_oracles_weights_bit_for_bit(bits: int, tmp_path: Path) -> None:
-    """ONNX Runtime's own DequantizeLinear over the exported codes, without any fusion."""
-    checkpoint = QuantizedCheckpoint(Checkpoint(DEMO / "draft"), WeightFormat(bits, 64))
-    export(checkpoint, bindings.TARGET, 64, tmp_path / "graph.onnx", lambda name: None)
-    model = onnx.load(tmp_path / "graph.onnx")
-    name = "layers.1/mlp/down_proj.weight/dequantized"
-    model.graph.output.append(onnx.helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, None))
-    [node] = [node for node in model.graph.node if node.name == name]
-    kept = [item for item in model.graph.initializer if item.name in node.input]
-    alone = onnx.helper.make_graph([node], "one", [], model.graph.output[-1:], kept)
-    proto = onnx.helper.make_model(alone, opset_imports=model.opset_import, ir_version=model.ir_version)
-    found = onnxruntime.InferenceSession(proto.SerializeToString()).run(None, {})[0]
-    expected = checkpoint.tensor("model.layers.1.mlp.down_proj.weight")
-    np.testing.assert_array_equal(found, expected.T)
-
-
 @pytest.mark.parametrize("precision", bindings.INTEGERS)
 @pytest.mark.parametrize("shape", ["gqa", "tied", "biases", "demo draft"])
 def test_engines_compute_with_exactly_the_oracles_weights(shape: str, precision: str, tmp_path: Path) -> None:
@@ -235,21 +203,6 @@ def test_onnx_runtime_takes_its_low_bit_kernel_for_every_matrix(precision: str, 
     assert kinds.count("MatMulNBits") == 4 * 4 + 1 and "MatMul" not in kinds
 
 
-@pytest.mark.skipif(find_spec("tensorrt_rtx") is None, reason="needs the extra tensorrt-rtx")
-@pytest.mark.parametrize("bits", [8, 4])
-def test_tensorrt_reads_the_same_form(bits: int, tmp_path: Path) -> None:
-    tensorrt_rtx = load_tensorrt("tensorrt-rtx")
-    checkpoint = QuantizedCheckpoint(Checkpoint(DEMO / "draft"), WeightFormat(bits, 128))
-    file = tmp_path / "target.onnx"
-    export(checkpoint, bindings.TARGET, 256, file, lambda name: None, form=bindings.COMPACT)
-    logger = tensorrt_logger("tensorrt-rtx")
-    network = tensorrt_rtx.Builder(logger).create_network()
-    parser = tensorrt_rtx.OnnxParser(network, logger)
-    assert parser.parse_from_file(str(file)), parser.get_error(0).desc()
-    kinds = [network.get_layer(index).type for index in range(network.num_layers)]
-    assert kinds.count(tensorrt_rtx.LayerType.DEQUANTIZE) == 2 * 4 + 1
-
-
 def test_only_matrices_are_rounded_and_a_tied_embedding_is_kept(tmp_path: Path) -> None:
     source = Checkpoint(write_checkpoint(tmp_path / "checkpoint", "tied", attention_bias=True))
     view = QuantizedCheckpoint(source, WeightFormat(4))
@@ -288,14 +241,6 @@ def test_a_size_without_blocks_is_refused_before_anything_is_written(tmp_path: P
 def test_what_cannot_be_built_is_refused_with_the_reason(options: dict[str, str], message: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=message):
         BuildOptions(tmp_path, tmp_path, tmp_path, **options)  # type: ignore[arg-type] # keys are fields
-
-
-def test_the_command_line_refuses_dynamic_int8_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    folders = ["--target", str(DEMO / "target"), "--draft", str(DEMO / "draft"), "--output", str(tmp_path / "out")]
-    assert main(["build", *folders, "--draft-precision", "int8-dynamic"]) == 2
-    error = capsys.readouterr().err
-    assert error.startswith("draftwood: error: int8-dynamic gives all rows") and error.count("\n") == 1
-    assert not (tmp_path / "out").exists()
 
 
 def test_the_benchmark_reads_a_text_as_the_model_does() -> None:
@@ -338,7 +283,7 @@ def test_onnx_runtime_gives_a_chain_the_bits_of_plain_decoding(precision: str, t
 @pytest.mark.parametrize("precision", bindings.INTEGERS)
 def test_speculative_text_is_plain_text(precision: str, tmp_path: Path) -> None:
     options = BuildOptions(DEMO / "target", DEMO / "draft", tmp_path / "bundle", precision=precision)
-    manifest = build(options, lambda step: lambda: None).manifest
+    manifest = build(options, quiet).manifest
     assert manifest.engines["target"].widths[0] == 2 and manifest.engines["draft"].widths[0] == 1
     prompts = ["def fibonacci(n):\n", "import os\n\n", "class Stack:\n    "]
     chain = SpeculativeConfig("chain", max_draft_len=5, budget="fixed")

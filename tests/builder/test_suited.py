@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +9,12 @@ import pytest
 from checkpoints import write_checkpoint, write_tokenizer
 from gguf import GGMLQuantizationType as Kind
 from gguf_files import write_gguf
+from steps import noted
 
-from draftwood.builder import suited as module
+from draftwood.builder import pipeline as module
 from draftwood.builder.checkpoints.checkpoint import Checkpoint
 from draftwood.builder.options import BuildOptions
-from draftwood.builder.progress import Step
-from draftwood.builder.suited import suited
+from draftwood.builder.pipeline import suited
 
 Chosen = tuple[BuildOptions, list[str]]
 WIDE: dict[str, Any] = {"hidden_size": 256, "intermediate_size": 256, "head_dim": 64, "num_hidden_layers": 1}
@@ -25,12 +24,8 @@ def chosen(target: Path, backend: str = "native", has_draft: bool = True, precis
     """The options that a build of the target ends up with, and what its user hears."""
     heard = list[str]()
 
-    def begin(step: Step) -> Callable[[], None]:
-        heard.append(step.title)
-        return lambda: None
-
     options = BuildOptions(target, None, Path("unwritten"), backend, precision)
-    return suited(options, has_draft, begin), heard
+    return suited(options, has_draft, noted(heard)), heard
 
 
 @pytest.mark.parametrize(

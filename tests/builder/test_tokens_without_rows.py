@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from checkpoints import VOCAB_SIZE, write_checkpoint, write_tokenizer
+from steps import noted, quiet
 from tokenizers import Tokenizer as TokenizerJson
 
 from draftwood import LLM, SamplingParams
@@ -17,7 +17,6 @@ from draftwood.builder.head.train import train_head
 from draftwood.builder.head.training import HeadTraining
 from draftwood.builder.options import BuildOptions
 from draftwood.builder.pipeline import build
-from draftwood.builder.progress import Step
 from draftwood.models.errors import CheckpointError, ConfigError, RequestError
 from draftwood.runtime.sampling.structured import StructuredOutput
 
@@ -37,19 +36,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def quiet(step: Step) -> Callable[[], None]:
-    return lambda: None
-
-
 def test_a_bundle_refuses_prompts_with_such_a_token_and_nothing_else(folder: Path, tmp_path: Path) -> None:
     pytest.importorskip("llguidance")
     told: list[str] = []
 
-    def begin(step: Step) -> Callable[[], None]:
-        told.append(step.title)
-        return lambda: None
-
-    build(BuildOptions(folder, None, tmp_path / "bundle", "native", "fp32"), begin)
+    build(BuildOptions(folder, None, tmp_path / "bundle", "native", "fp32"), noted(told))
     assert any(f"has {VOCAB_SIZE + 1} tokens and the model {VOCAB_SIZE}: a prompt with one of" in each for each in told)
     with LLM(str(tmp_path / "bundle")) as llm:
         with pytest.raises(RequestError, match=f"prompt token {VOCAB_SIZE} is not a token id"):

@@ -10,25 +10,20 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from steps import noted, quiet
 
 from draftwood.builder.checkpoints.checkpoint import Checkpoint
 from draftwood.builder.head import train as train_module
 from draftwood.builder.head.calibration import calibration, fit_temperature, sigmoid
-from draftwood.builder.head.data import Examples, collect, load_frozen, mix, sample_responses, soft_labels
-from draftwood.builder.head.state import Collected
+from draftwood.builder.head.data import Collected, Examples, collect, load_frozen, mix, sample_responses, soft_labels
 from draftwood.builder.head.train import HELD_OUT, acceptance_loss, fit, gather, judge
 from draftwood.builder.head.training import HeadResult, HeadTraining
-from draftwood.builder.progress import Step
 from draftwood.models import bindings
 from draftwood.models.acceptance_head import AcceptanceHead
 from draftwood.models.head_config import HeadConfig
 from draftwood.models.llama import Llama
 
 EOS = (2,)
-
-
-def quiet(step: Step) -> Any:
-    return lambda: None
 
 
 def seeded(seed: int = 0) -> torch.Generator:
@@ -56,14 +51,10 @@ def test_an_interrupted_training_goes_on_and_gives_the_same_head(
             raise KeyboardInterrupt
         return collect(*arguments)
 
-    def listen(step: Step) -> Any:
-        titles.append(step.title)
-        return lambda: None
-
     monkeypatch.setattr(train_module, "collect", collected_twice)
     with pytest.raises(KeyboardInterrupt):
         train_module.train_head(resumed, prompts, quiet)
-    train_module.train_head(resumed, prompts, listen)
+    train_module.train_head(resumed, prompts, noted(titles))
     assert len(calls) == 5 and any("has the examples of 1 batches" in title for title in titles)
     heads = [(options.output / "head.safetensors").read_bytes() for options in (plain, resumed)]
     assert heads[0] == heads[1] and sorted(tmp_path.iterdir()) == [plain.output, resumed.output]
@@ -117,12 +108,6 @@ def test_i13_labels_by_hand() -> None:
     torch.testing.assert_close(p_acc, torch.tensor([1.0, 2 / 3, 0.25])[y])
     assert abs(float(p_acc.mean()) - (0.3 + 0.2 + 0.1)) < 0.03
     assert np.allclose(np.bincount(y.flatten().numpy()) / 4000, q, atol=0.03)
-
-
-def test_i13_labels_are_probabilities(pair: tuple[Llama, Llama]) -> None:
-    examples = collect(*pair, [[1, 5, 9], [1, 6]], EOS, 12, 1.0, 0.15, seeded())
-    assert examples.hidden.shape == (len(examples.p_acc), pair[1].config.hidden_size)
-    assert (examples.p_acc >= 0).all() and (examples.p_acc <= 1).all()
 
 
 def test_mixing_takes_each_text_where_it_says_so() -> None:

@@ -140,28 +140,3 @@ def test_settings_that_a_draft_is_not_needed_for_stay(alone: Path) -> None:
     with LLM(alone, SpeculativeConfig(lookup_ngram=3, lookup_len=40)) as llm:
         assert llm.speculative is not None and (llm.speculative.grow, llm.speculative.lookup_ngram) == ("lookup", 3)
         assert llm.speculative.max_tokens == 15
-
-
-REFUSED = {
-    "none, precision": (["none", "--draft-precision", "int8"], "leave one of them out"),
-    "none, backend": (["none", "--draft-backend", "native"], "leave one of them out"),
-    "none, head": (["none", "--acceptance-head", str(DEMO / "head")], "leave one of them out"),
-    "none, vocabulary": (["none", "--draft-vocabulary", "512"], "leave one of them out"),
-    "self, precision": (["self:int8", "--draft-precision", "int4"], "contradicts --draft self:int8"),
-    "self, lora": (["self:int8", "--draft-lora", "adapter"], "contradicts --draft self:int8"),
-    "self, no fewer bits": (["self:fp32"], "choose fewer bits, a smaller draft, or --draft none"),
-    "self, unknown": (["self:int3"], "choose fp32, int8, int4"),
-    "self, nothing": (["self:"], "choose fp32, int8, int4"),
-    "text alone": ([str(DEMO / "draft"), "--draft-vocabulary-text", "x.txt"], "add --draft-vocabulary N"),
-    "no text": ([str(DEMO / "draft"), "--draft-vocabulary", "512", "--draft-vocabulary-text", "x.txt"], "cannot be"),
-}
-
-
-@pytest.mark.parametrize("case", REFUSED)
-def test_combinations_that_make_no_sense_are_refused(
-    case: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (draft, *options), message = REFUSED[case]
-    assert main(command(tmp_path / "bundle", "onnxruntime", draft, *options)) == 2
-    assert message in capsys.readouterr().err.replace("\n", " ")
-    assert not (tmp_path / "bundle").exists()

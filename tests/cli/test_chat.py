@@ -321,11 +321,6 @@ def test_an_endless_line_is_not_read_to_its_end(
     assert lines.tell() < 200
 
 
-def test_a_model_without_a_chat_template_is_refused(tiny_bundle: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["chat", str(tiny_bundle)]) == 2
-    assert f"use draftwood generate {tiny_bundle} --prompt TEXT" in capsys.readouterr().err
-
-
 def test_a_template_that_refuses_the_system_message_is_named(
     tiny_bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

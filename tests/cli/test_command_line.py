@@ -25,70 +25,6 @@ from draftwood.runtime.inspection.speeds import interval
 GREEDY = ["--temperature", "0", "--max-tokens", "12", "--ignore-eos"]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "named"),
-    [
-        (["bild"], "invalid choice: 'bild'.*; did you mean build?"),
-        (
-            ["build", "--target", "x", "--draft", "y", "--output", "z", "--precison", "int4"],
-            "did you mean --precision?",
-        ),
-        (["generate", "x", "--prompt", "y", "--tempratur=0"], "did you mean --temperature?"),
-        (["generate", "x", "y", "--prompt", "z"], "unrecognized arguments: y "),
-        (["generate", "x", "--prompt", "y", "--bogus"], r"unrecognized arguments: --bogus "),
-        (["generate", "x", "--prompt", "\udcff"], "argument -p/--prompt: write text in UTF-8, which '.udcff' is not"),
-        (["generate", "x", "--chat", "\udcff"], "argument --chat: write text in UTF-8"),
-        (["generate", "x", "--prompt", "y", "--regex", "\udcff"], "argument --regex: write text in UTF-8"),
-        (["generate", "x", "--prompt", "y", "--stop", "\udcff"], "argument --stop: write text in UTF-8"),
-        (["chat", "x", "--system", "\udcff"], "argument --system: write text in UTF-8"),
-        (["generate", "x", "--prompt", "y", "--regex", "a", "--json-schema", "b"], "not allowed with argument"),
-        (["--print-completion", "basch"], "did you mean bash?"),
-        (["generate", "a\nb", "c\nd", "--prompt", "z"], r"unrecognized arguments: c\\nd"),
-        (["inspect", "x", "--requests", "0"], "--requests: write a whole number, at least 1, not '0'"),
-    ],
-)
-def test_a_wrong_argument_is_one_line(arguments: list[str], named: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
-        main(arguments)
-    out, error = capsys.readouterr()
-    assert ended.value.code == 2 and out == "" and error.count("\n") == 1
-    command = arguments[0] if arguments[0] in ("build", "chat", "generate", "inspect") else ""
-    assert re.match(rf"draftwood ?{command}: error: .*{named}.*\(see draftwood ?{command} --help\)$", error)
-
-
-@pytest.mark.parametrize(
-    ("options", "named"),
-    [
-        (["--backend", "native", "--precision", "int-4"], "did you mean int4?"),
-        (["--backend", "natve"], "did you mean native?"),
-        (["--backend", "native", "--widths", "2,4"], "widths must ascend from 1"),
-        (["--backend", "native", "--draft-precision", "int5"], "precision 'int5' is not available for native"),
-    ],
-)
-def test_wrong_options_of_a_build_cost_no_import_of_torch(options: list[str], named: str) -> None:
-    assert_refused_without_torch(["build", "--target", "x", "--draft", "y", "--output", "z", *options], named)
-
-
-@pytest.mark.parametrize(
-    ("options", "named"),
-    [
-        (["--layers", "-1"], "layers must be a whole number from 0 to 64, not -1"),
-        (["--contexts", "mixd"], "contexts 'mixd' is unknown"),
-        ([], "missing.jsonl"),
-    ],
-)
-def test_wrong_options_of_a_head_cost_no_import_of_torch(options: list[str], named: str) -> None:
-    files = ["--prompts", "missing.jsonl", "--output", "z"]
-    assert_refused_without_torch(["train-head", "--target", "x", "--draft", "y", *files, *options], named)
-
-
-def assert_refused_without_torch(command: list[str], named: str) -> None:
-    code = f"import sys; from draftwood.cli.main import main; code = main({command}); "
-    code += "sys.exit(9 if 'torch' in sys.modules else code)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert done.returncode == 2 and named in done.stderr and done.stderr.count("\n") == 1, done.stderr
-
-
 def test_quiet_commands_print_their_result_alone(
     tiny_bundle: Path, tiny_pair: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -140,22 +76,6 @@ def test_inspect_shows_formats_memory_and_the_chat_template(
     assert "has no chat template" in capsys.readouterr().err
     assert main(["inspect", str(tiny_bundle)]) == 0
     assert "no chat template" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    ("options", "named"),
-    [
-        (["--configs", ""], "configuration '' is not understood"),
-        (["--chat"], "no chat template, which --chat needs: leave --chat out"),
-    ],
-)
-def test_wrong_options_of_bench_are_named(
-    options: list[str], named: str, tiny_bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    prompts = tmp_path / "prompts.jsonl"
-    prompts.write_text('{"prompt": "hello"}\n')
-    assert main(["bench", str(tiny_bundle), "--prompts", str(prompts), *options]) == 2
-    assert named in capsys.readouterr().err
 
 
 def test_bench_reports_intervals_that_hold_its_medians(

@@ -15,7 +15,7 @@ from safetensors.numpy import load_file, save_file
 from torch import Tensor, nn
 from torch.nn import functional
 
-from draftwood.models.acceptance_head import DESCRIPTION, WEIGHTS, AcceptanceHead, from_reference, read_head, write_head
+from draftwood.models.acceptance_head import DESCRIPTION, WEIGHTS, AcceptanceHead, read_head, write_head
 from draftwood.models.errors import CheckpointError, ConfigError
 from draftwood.models.head_config import HeadConfig
 
@@ -51,37 +51,14 @@ def test_parameters(layers: int, tied: bool) -> None:
     assert torch.equal(head.acceptance(torch.randn(5, SIZE)), torch.full((5,), 6 / 7))  # odds 1, de-biased by w_rej
 
 
-@pytest.mark.parametrize("prefix", ["", "model."])
 @pytest.mark.parametrize(("layers", "tied"), [(0, True), (1, True), (3, True), (3, False)])
-def test_i13_a_reference_state_dict_gives_the_reference_output(layers: int, tied: bool, prefix: str) -> None:
-    module = reference(layers, tied)
-    state = {prefix + name: tensor for name, tensor in module.state_dict().items()}
-    head = from_reference(state, reject_weight=6.0)
-    assert (head.config.layers, head.config.tied) == (layers, tied and layers > 0)
+def test_i13_the_weights_of_the_authors_head_give_its_output(layers: int, tied: bool) -> None:
+    module, head = reference(layers, tied), AcceptanceHead(HeadConfig(SIZE, layers, tied))
+    state = {name.replace(f"{layers}.", "output.", 1): tensor for name, tensor in module.state_dict().items()}
+    own = {name if "output" in name else f"blocks.{name}": tensor for name, tensor in state.items()}
+    head.load_state_dict({name: own[name] for name in head.state_dict()})
     hidden = torch.randn(7, SIZE)
-    torch.testing.assert_close(AcceptanceHead.from_trained(head)(hidden), module(hidden), rtol=0, atol=1e-6)
-
-
-def test_a_tied_reference_may_store_its_block_once() -> None:
-    """safetensors keeps one of several names that share memory."""
-    module = reference(3, tied=True)
-    state = {name: tensor for name, tensor in module.state_dict().items() if name[0] not in "12"}
-    hidden = torch.randn(7, SIZE)
-    found = AcceptanceHead.from_trained(from_reference(state, 6.0))(hidden)
-    torch.testing.assert_close(found, module(hidden), rtol=0, atol=1e-6)
-
-
-@pytest.mark.parametrize("lost", ["0.linear.weight", "1.linear.bias", "3.weight", "3.bias"])
-def test_an_incomplete_reference_is_refused(lost: str) -> None:
-    state = {name: tensor for name, tensor in reference(3, tied=False).state_dict().items() if name != lost}
-    with pytest.raises(CheckpointError, match=r"state dict"):
-        from_reference(state, 6.0)
-
-
-def test_a_reference_without_any_block_is_refused() -> None:
-    state = {name: tensor for name, tensor in reference(3, tied=True).state_dict().items() if name.startswith("3.")}
-    with pytest.raises(CheckpointError, match=r"blocks \[\] of 3"):
-        from_reference(state, 6.0)
+    torch.testing.assert_close(head(hidden), module(hidden), rtol=0, atol=1e-6)
 
 
 def test_the_exported_projection_is_the_calibrated_probability() -> None:

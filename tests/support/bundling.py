@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from steps import quiet
 
 from draftwood.builder.options import BuildOptions
 from draftwood.builder.pipeline import build
@@ -33,14 +34,14 @@ def optional(name: str) -> Path:
 
 def built(target: Path, draft: Path, output: Path, head: Path | None = None) -> Path:
     """A bundle of the pair, built without a word."""
-    build(BuildOptions(target, draft, output, acceptance_head=head), lambda step: lambda: None)
+    build(BuildOptions(target, draft, output, acceptance_head=head), quiet)
     return output
 
 
 def built_native(pair: Path, output: Path, precision: str = "fp32") -> Path:
     """A native bundle of a pair, built without a word."""
     options = BuildOptions(pair / "target", pair / "draft", output, "native", precision, draft_precision=precision)
-    build(options, lambda step: lambda: None)
+    build(options, quiet)
     return output
 
 

@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from checkpoints import write_checkpoint, write_tokenizer
+from steps import quiet
 
 from draftwood.builder.distillation.distill import DistillResult, Watch, distill
 from draftwood.builder.distillation.options import DistillOptions
-from draftwood.builder.distillation.shards import ANSWER, QUESTION, WrittenText
+from draftwood.builder.distillation.state import ANSWER, QUESTION, WrittenText
 from draftwood.builder.distillation.text import TextLimits
-from draftwood.builder.progress import Step
 
 CHATML = (
     "{% for message in messages %}{{ '<s>' + message['role'] + ':' + message['content'] + '</s>' }}{% endfor %}"
@@ -54,10 +53,6 @@ def watch(**changed: Any) -> Watch:
 
 def distilled(given: DistillOptions, **changed: Any) -> DistillResult:
     return distill(given, quiet, watch(**changed))
-
-
-def quiet(step: Step) -> Callable[[], None]:
-    return lambda: None
 
 
 def written(number: int, question: int, length: int = 20, vocab_size: int = 320) -> WrittenText:

@@ -159,3 +159,15 @@ def add_tokenizer(writer: gguf.GGUFWriter, folder: Path, pre: str = "gpt-2") -> 
     writer.add_add_bos_token(settings.get("add_bos_token", False))
     if (folder / "chat_template.jinja").is_file():
         writer.add_chat_template((folder / "chat_template.jinja").read_text())
+
+
+def edited(key: str, value: str | int | float | list[Any] | None) -> Callable[[gguf.GGUFWriter], None]:
+    """An edit for `write_gguf`: another value of a key, or none."""
+
+    def edit(writer: gguf.GGUFWriter) -> None:
+        writer.kv_data[0].pop(key, None)
+        if value is not None:
+            kinds = {str: "string", bool: "bool", int: "uint32", float: "float32", list: "array"}
+            getattr(writer, f"add_{kinds[type(value)]}")(key, value)
+
+    return edit

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from draftwood.builder.checkpoints.folder import layout_of
 from draftwood.builder.checkpoints.packed import Dequantised
-from draftwood.builder.checkpoints.quantised import layout_of
 from draftwood.builder.checkpoints.safetensors import Safetensors
 
 OUT, IN = 24, 40  # words and groups do not all divide these; 40 inputs are two groups of 16 and one of 8

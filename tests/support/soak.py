@@ -31,6 +31,7 @@ import httpx
 from bundling import DEMO
 from connections import HEAD, opened, posted
 from serving import Served, served, wait_for
+from steps import quiet
 
 from draftwood.builder.options import BuildOptions
 from draftwood.builder.pipeline import build
@@ -198,7 +199,7 @@ class Visitor:
 
 
 def native_demo(bundle: Path) -> Path:
-    build(BuildOptions(DEMO / "target", DEMO / "draft", bundle, backend="native"), lambda step: lambda: None)
+    build(BuildOptions(DEMO / "target", DEMO / "draft", bundle, backend="native"), quiet)
     return bundle
 
 

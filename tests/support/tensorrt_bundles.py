@@ -11,6 +11,7 @@ import pytest
 from bundling import DEMO
 from cuda_driver.machine import Machine
 from fake_tensorrt import HEADER, FakeTensorRT
+from steps import quiet
 
 from draftwood.builder import pipeline
 from draftwood.builder.engines import make
@@ -64,7 +65,7 @@ def demo_bundles(folder: Path, gpu: Machine) -> Iterator[OpenLLM]:
                 graphs=folder / f"graphs-{name}",
             )
             if not bundle.exists():
-                build(options, lambda step: lambda: None)
+                build(options, quiet)
             compiled = options.compile_options()
             package = FakeTensorRT(gpu, compiled.families, compiled.columns)
             patch.setattr(tensorrt, "load_tensorrt", lambda backend: package)

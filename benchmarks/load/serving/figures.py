@@ -21,56 +21,45 @@ class ServerKey(NamedTuple):
     concurrency: int
 
 
-class ServerRun(NamedTuple):
-    """One load; element i of every key's list belongs to repeat i. others: processor seconds per second that neither
-    the servers nor AIPerf used."""
-
-    load: LoadResult
-    others: float
-
-
 class ServerRow(NamedTuple):
-    """One server at one concurrency.
-
-    tokens_per_second: of all clients together, median over repeats. first_ms, per_token_ms: time to the first token and
-    inter-token latency, percentiles over the requests of all repeats. of_plain, of_best: throughput divided by that of
-    the same peer's plain server, and by that of the fastest server of another peer than Draftwood (None without one);
-    medians of the ratios within each repeat. same_text: share of answers equal to the plain text of the bundle.
-    acceptance_length: tokens per verified proposal, None for a server that does not report it. others: see ServerRun,
-    median.
-    """
+    """One server at one concurrency."""
 
     peer: str
     method: str
     concurrency: int
+    # Of all clients together, median over repeats.
     tokens_per_second: float
+    # Time to the first token and inter-token latency, over the requests of all repeats.
     first_ms_p50: float
     first_ms_p99: float
     per_token_ms_p50: float
     per_token_ms_p99: float
+    # Throughput over that of the same peer's plain server, and over that of the fastest server of another peer than
+    # Draftwood (None without one): medians of the ratios within each repeat.
     of_plain: float
     of_best: float | None
+    # Share of answers equal to the plain text of the bundle.
     same_text: float
+    # Tokens per verified proposal; None for a server that does not report it.
     acceptance_length: float | None
-    others: float
 
 
-def summarise(runs: dict[ServerKey, list[ServerRun]], texts: Sequence[str]) -> list[ServerRow]:
+def summarise(runs: dict[ServerKey, list[LoadResult]], texts: Sequence[str]) -> list[ServerRow]:
     """Rows in the order of `runs`. Every peer must have a plain method at every concurrency. texts: the expected answer
     to every prompt."""
     return [make_row(key, runs, texts) for key in runs]
 
 
-def make_row(key: ServerKey, runs: dict[ServerKey, list[ServerRun]], texts: Sequence[str]) -> ServerRow:
+def make_row(key: ServerKey, runs: dict[ServerKey, list[LoadResult]], texts: Sequence[str]) -> ServerRow:
     own = runs[key]
-    answers = [answer for run in own for answer in run.load.answers]
+    answers = [answer for run in own for answer in run.answers]
     first_p50, first_p99 = map(float, np.percentile([answer.first_ms for answer in answers], (50, 99)))
     later_p50, later_p99 = map(float, np.percentile([answer.per_token_ms for answer in answers], (50, 99)))
-    lengths = [run.load.acceptance_length for run in own if run.load.acceptance_length is not None]
+    lengths = [run.acceptance_length for run in own if run.acceptance_length is not None]
     best = find_best_other(key, runs)
     return ServerRow(
         *key,
-        tokens_per_second=median(run.load.tokens_per_second for run in own),
+        tokens_per_second=median(run.tokens_per_second for run in own),
         first_ms_p50=first_p50,
         first_ms_p99=first_p99,
         per_token_ms_p50=later_p50,
@@ -79,17 +68,16 @@ def make_row(key: ServerKey, runs: dict[ServerKey, list[ServerRun]], texts: Sequ
         of_best=None if best is None else median_throughput_ratio(own, runs[best]),
         same_text=mean(answer.text == texts[answer.prompt] for answer in answers),
         acceptance_length=median(lengths) if lengths else None,
-        others=median(run.others for run in own),
     )
 
 
-def find_best_other(key: ServerKey, runs: dict[ServerKey, list[ServerRun]]) -> ServerKey | None:
+def find_best_other(key: ServerKey, runs: dict[ServerKey, list[LoadResult]]) -> ServerKey | None:
     """The server with the highest throughput at this concurrency, Draftwood's excluded."""
     theirs = [other for other in runs if other.concurrency == key.concurrency and other.peer != OURS]
-    return max(theirs, key=lambda other: median(run.load.tokens_per_second for run in runs[other]), default=None)
+    return max(theirs, key=lambda other: median(run.tokens_per_second for run in runs[other]), default=None)
 
 
-def median_throughput_ratio(own: Sequence[ServerRun], other: Sequence[ServerRun]) -> float:
+def median_throughput_ratio(own: Sequence[LoadResult], other: Sequence[LoadResult]) -> float:
     """Median of the ratios of throughputs within each repeat: a slow phase of the machine affects both sides."""
     pairs = zip(own, other, strict=True)
-    return median(run.load.tokens_per_second / base.load.tokens_per_second for run, base in pairs)
+    return median(run.tokens_per_second / base.tokens_per_second for run, base in pairs)

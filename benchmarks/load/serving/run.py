@@ -13,36 +13,31 @@ from __future__ import annotations
 
 import argparse
 import os
-import resource
 import shutil
 import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from time import perf_counter
 from typing import NamedTuple
 
 from rich.console import Console
 from rich.progress import Progress
 
-from benchmarks.load.serving.aiperf import AIPerf, find_aiperf, write_inputs
-from benchmarks.load.serving.figures import ServerKey, ServerRow, ServerRun, summarise
-from benchmarks.load.serving.plot import draw
-from benchmarks.load.serving.report import make_ratio_table, make_table
+from benchmarks.load.serving.aiperf import AIPerf, LoadResult, find_aiperf, write_inputs
+from benchmarks.load.serving.figures import ServerKey, ServerRow, summarise
+from benchmarks.load.serving.report import to_markdown
 from benchmarks.load.serving.servers import (
     LLAMA_CPP,
     OURS,
-    RunningServer,
     Server,
     draftwood_servers,
     llama_cpp_servers,
     prepare_llama_cpp,
-    start_server,
+    running,
 )
 from benchmarks.peers.process import PeerError
 from benchmarks.peers.protocol import PeerOptions
-from benchmarks.tools.processor import read_busy_seconds
-from benchmarks.tools.record import add_output, rows_to_json, write_results
+from benchmarks.tools.record import add_output, make_parser, rows_to_json, write_results
 from draftwood.cli.bench import read_prompts
 from draftwood.cli.options import THREADS, integers, positive
 from draftwood.models.bindings import TARGET
@@ -51,51 +46,40 @@ from draftwood.runtime import LLM, SamplingParams
 
 CONCURRENCY = (1, 2, 4, 8, 16)
 WORK = Path("build/peers")
-WIDTH = 124  # of the table where the output is no terminal
 
 
 def measure(
     console: Console,
     aiperf: AIPerf,
-    servers: dict[Server, RunningServer],
+    servers: dict[Server, str],
     concurrencies: Sequence[int],
     requests: int,
     repeats: int,
     folder: Path,
-) -> dict[ServerKey, list[ServerRun]]:
+) -> dict[ServerKey, list[LoadResult]]:
     """Measure every server at every concurrency, in turn. requests: per client. Raises PeerError when a run fails."""
-    runs: dict[ServerKey, list[ServerRun]] = {}
+    runs: dict[ServerKey, list[LoadResult]] = {}
     with Progress(console=console, transient=True) as progress:
         task = progress.add_task("Measuring", total=repeats * len(concurrencies) * len(servers))
         for repeat in range(repeats):
             for concurrency in concurrencies:
-                for server, process in servers.items():
+                for server, url in servers.items():
                     exports = folder / f"{server.name} {concurrency} {repeat}".replace(" ", "-")
-                    start, own, everyone = perf_counter(), read_own_seconds(servers), read_busy_seconds()
-                    load = aiperf.profile(process.url, concurrency, requests * concurrency, exports)
-                    own, everyone = read_own_seconds(servers) - own, read_busy_seconds() - everyone
-                    run = ServerRun(load, max(0.0, everyone - own) / (perf_counter() - start))
-                    runs.setdefault(ServerKey(server.peer, server.method, concurrency), []).append(run)
+                    load = aiperf.profile(url, concurrency, requests * concurrency, exports)
+                    runs.setdefault(ServerKey(server.peer, server.method, concurrency), []).append(load)
                     progress.advance(task)
     return runs
 
 
-def read_own_seconds(servers: dict[Server, RunningServer]) -> float:
-    """Processor seconds of the servers, of all finished AIPerf processes, and of this program."""
-    usage = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
-    ours = sum(each.ru_utime + each.ru_stime for each in usage)
-    return ours + sum(process.processor_seconds() for process in servers.values())
-
-
 class Reference(NamedTuple):
-    """The prompts and what the bundle generates from them.
-
-    texts: plain greedy continuations. max_length: tokens of a sequence. precision: of the target's weights.
-    """
+    """The prompts and what the bundle generates from them."""
 
     prompts: list[list[int]]
+    # Plain greedy continuations.
     texts: list[str]
+    # Tokens of a sequence.
     max_length: int
+    # Of the target's weights.
     precision: str
 
 
@@ -143,13 +127,13 @@ def run(args: argparse.Namespace, console: Console) -> tuple[list[ServerRow], di
     aiperf = AIPerf(program, inputs, len(known.prompts), args.bundle.resolve())
     with ExitStack() as stack:
         with console.status("Starting the servers"):
-            started = {server: stack.enter_context(start_server(server, exports / "servers.txt")) for server in servers}
+            started = {server: stack.enter_context(running(server)) for server in servers}
         runs = measure(console, aiperf, started, args.concurrency, args.requests, args.repeats, exports)
     return summarise(runs, known.texts), versions | {"aiperf": aiperf.version()}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__)
     parser.add_argument("--bundle", type=Path, required=True, metavar="DIR", help="what Draftwood serves")
     parser.add_argument("--pair", type=Path, metavar="DIR", help="target and draft it was built from, for llama.cpp")
     parser.add_argument("--prompts", type=Path, required=True, help="JSON lines")
@@ -165,17 +149,17 @@ def main() -> None:
     args = parser.parse_args()
     if min(args.concurrency) < 1 or args.max_tokens < 2:
         parser.error("--concurrency must be at least 1, and --max-tokens 2: the first token has no inter-token latency")
-    console, before = Console(width=None if sys.stdout.isatty() else WIDTH), os.getloadavg()
+    console, before = Console(), os.getloadavg()
     try:
         rows, versions = run(args, console)
     except (DraftwoodError, PeerError) as error:
         parser.error(str(error))
-    console.print(make_table(rows), make_ratio_table(rows))
+    print(to_markdown(rows))
     settings = {name: getattr(args, name) for name in ("limit", "requests", "max_tokens", "repeats", "threads")}
     loads = {"load_before": before[0], "load_after": os.getloadavg()[0]}
     found = {"versions": versions, "rows": rows_to_json(rows)}
     figures = {"bundle": args.bundle.resolve().name} | settings | loads | found
-    draw(rows, write_results(args.output, args.name, figures).with_suffix(".svg"))
+    write_results(args.output, args.name, figures)
     if wrong := [f"{row.method} at {row.concurrency}" for row in rows if row.peer == OURS and row.same_text < 1]:
         sys.exit(f"answers differ from what the bundle writes plainly: {', '.join(wrong)}")
 

@@ -2,29 +2,23 @@
 
 from __future__ import annotations
 
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from http.client import HTTPConnection
 from pathlib import Path
-from time import monotonic, sleep
-from typing import NamedTuple
 
 from benchmarks.peers.process import PeerError, PeerProcess, make_command, parse_entries
-from benchmarks.peers.programs.llama_cpp import is_healthy
+from benchmarks.peers.programs.llama_cpp import start_server
 from benchmarks.peers.protocol import PLAIN, PeerOptions
-from benchmarks.tools.processor import read_tree_seconds
 from draftwood.models.errors import RequestError
 
 MODEL = "pair"  # name of the model on every server
 OURS, LLAMA_CPP = "draftwood", "llama.cpp"
 # Options that turn the prefix cache off. Prompts recur in a load, and every request must read its own.
 WITHOUT_CACHE = {OURS: ("--prefix-cache-slots", 0), LLAMA_CPP: ("--no-cache-prompt", "--cache-ram", 0)}
-HOST = "127.0.0.1"
-SECONDS_TO_LOAD, SECONDS_TO_END = 120, 30
+SECONDS_TO_END = 30
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,17 +32,6 @@ class Server:
     @property
     def name(self) -> str:
         return f"{self.peer} {self.method}"
-
-
-class RunningServer(NamedTuple):
-    """A server that is ready. url: without a path."""
-
-    url: str
-    process: subprocess.Popen[bytes]
-
-    def processor_seconds(self) -> float:
-        """Processor time of the server and its children so far."""
-        return read_tree_seconds(self.process.pid)
 
 
 def draftwood_servers(bundle: Path, at_a_time: int, threads: int) -> list[Server]:
@@ -88,38 +71,19 @@ def refuse_conversion(folder: Path) -> None:
 
 
 @contextmanager
-def start_server(server: Server, log: Path) -> Iterator[RunningServer]:
-    """Start a server on a free port, wait until it is healthy, and stop it at the end.
-
-    Raises PeerError when it does not start.
-    """
-    port = find_free_port()
-    with log.open("ab") as lines:
-        command = [*server.command, "--host", HOST, "--port", str(port)]
-        process = subprocess.Popen(command, stdout=lines, stderr=lines)
+def running(server: Server) -> Iterator[str]:
+    """The address of a server that runs, from when it is healthy. Raises PeerError when it does not start."""
     try:
-        wait_until_healthy(server, process, port, log)
-        yield RunningServer(f"http://{HOST}:{port}", process)
+        connection, process = start_server(server.command)
+    except RuntimeError as error:
+        raise PeerError(f"{server.name}: {error}") from error
+    try:
+        yield f"http://{connection.host}:{connection.port}"
     finally:
+        connection.close()
         process.terminate()
         try:
             process.wait(SECONDS_TO_END)
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
-
-
-def wait_until_healthy(server: Server, process: subprocess.Popen[bytes], port: int, log: Path) -> None:
-    connection = HTTPConnection(HOST, port, timeout=1)
-    deadline = monotonic() + SECONDS_TO_LOAD
-    while not is_healthy(connection):
-        if process.poll() is not None or monotonic() > deadline:
-            raise PeerError(f"{server.name} did not start; see {log}")
-        sleep(0.1)
-    connection.close()
-
-
-def find_free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind((HOST, 0))
-        return int(probe.getsockname()[1])

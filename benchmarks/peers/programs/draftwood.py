@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import shutil
 import subprocess
 import sys
 from collections.abc import Iterable
+from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 from time import perf_counter
@@ -32,7 +32,6 @@ from draftwood.runtime.speculation.named import parse
 from draftwood.runtime.speculation.planning.cost import assumed
 
 TREES = ("topk:7", "topk:11", "topk:15")  # passes of 8, 12 and 16 rows
-DIGEST_FILE = "code"  # beside a kept bundle: a digest of the code that built it
 BUILDING_PACKAGES = (builder, models, plugins)
 SOURCES = (".py", ".c", ".h")
 DEFAULT_METHOD = "auto"  # the default of a user: sizes planned by the measured costs
@@ -113,13 +112,8 @@ def build_bundle(options: PeerOptions, backend: str) -> Path:
     def build(folder: Path) -> None:
         pair = ["--target", options.pair / TARGET, "--draft", options.pair / DRAFT, "--output", folder / "bundle"]
         run_draftwood("build", *pair, "--backend", backend, "--precision", options.precision, "--no-profile")
-        (folder / DIGEST_FILE).write_text(code, encoding="utf-8")
 
-    folder = options.convert_once(build)
-    if (folder / DIGEST_FILE).read_text(encoding="utf-8") != code:
-        shutil.rmtree(folder)
-        folder = options.convert_once(build)
-    return folder / "bundle"
+    return replace(options, variant=f"{options.variant}-{code[:8]}-").convert_once(build) / "bundle"
 
 
 def digest_files(files: Iterable[Path]) -> str:

@@ -8,9 +8,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ....models.errors import CheckpointError, shown
-from .header import Tensor
-from .metadata import AGAIN, Metadata
-from .rope import LONG_FACTORS, ORIGINAL_LENGTH, ROPE_FREQS, SHORT_FACTORS, rope_parameters
+from ....models.rope_scaling import LINEAR, LONGROPE, ORIGINAL, YARN
+from .header import AGAIN, Metadata, Tensor
 
 EMBEDDING, HEAD = "token_embd", "output"
 OUTSIDE = {EMBEDDING: "model.embed_tokens", "output_norm": "model.norm", HEAD: "lm_head"}
@@ -27,19 +26,23 @@ LAYER = {
 }
 NORMED = {"attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm"}
 FUSED = {"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"}
-FACTORS = (ROPE_FREQS, LONG_FACTORS, SHORT_FACTORS)  # tensors that are settings in a config.json
 NO_ROPE_INTERVAL = 4  # every fourth layer of SmolLM3 has no RoPE: a constant of llama.cpp, not in GGUF files
+ROPE_FREQS = "rope_freqs.weight"  # a divisor for each pair's frequency: how llama.cpp stores llama3 scaling
+LONG_FACTORS, SHORT_FACTORS = "rope_factors_long.weight", "rope_factors_short.weight"
+BY_LENGTH = {LONG_FACTORS: "long_factor", SHORT_FACTORS: "short_factor"}
+FACTORS = (ROPE_FREQS, LONG_FACTORS, SHORT_FACTORS)  # tensors that are settings in a config.json
+NONE = "none"  # GGUF's name of no scaling
+ORIGINAL_LENGTH = "scaling.original_context_length"
+OF_YARN = {"yarn_attn_factor": "attention_factor", "yarn_beta_fast": "beta_fast", "yarn_beta_slow": "beta_slow"}
 
 
 class Family(NamedTuple):
-    """How GGUF files store one architecture. name: Hugging Face's name of the architecture. permuted: whether the rows
-    of queries and keys are permuted, see `unpermuted`. layer: Hugging Face's modules of a layer, by GGUF's names.
-    scales: Hugging Face's names of further settings, by GGUF's."""
+    """How GGUF files store one architecture."""
 
-    name: str
-    permuted: bool = False
-    layer: Mapping[str, str] = LAYER
-    scales: Mapping[str, str] = {}
+    name: str  # Hugging Face's
+    permuted: bool = False  # the rows of queries and keys, see `unpermuted`
+    layer: Mapping[str, str] = LAYER  # Hugging Face's modules of a layer, by GGUF's names
+    scales: Mapping[str, str] = {}  # Hugging Face's names of further settings, by GGUF's
 
 
 FAMILIES = {
@@ -130,7 +133,7 @@ def config_of(metadata: Metadata, tensors: Mapping[str, Tensor], factors: dict[s
         "head_dim": head_dim,
         "max_position_embeddings": metadata.need(f"{prefix}context_length", int),
         "rms_norm_eps": metadata.need(f"{prefix}attention.layer_norm_rms_epsilon", float),
-        "rope_parameters": rope_parameters(metadata, architecture, head_dim, factors),
+        "rope_parameters": rope_parameters(metadata, architecture, factors),
         "tie_word_embeddings": f"{HEAD}.weight" not in tensors,
         "bos_token_id": metadata.get("tokenizer.ggml.bos_token_id", int),
         "eos_token_id": metadata.get("tokenizer.ggml.eos_token_id", int),
@@ -191,3 +194,60 @@ def unpermuted(array: np.ndarray[Any, Any], heads: int) -> np.ndarray[Any, Any]:
     rows. The two rows of a pair are adjacent in GGUF's order for `llama`, and half a head apart in Hugging Face's."""
     pairs = array.reshape(heads, -1, 2, *array.shape[1:])
     return np.ascontiguousarray(pairs.swapaxes(1, 2)).reshape(array.shape)
+
+
+def rope_parameters(metadata: Metadata, architecture: str, factors: dict[str, Any]) -> dict[str, Any]:
+    """The `rope_parameters` that config.json would have. factors: those arrays of ROPE_FREQS, LONG_FACTORS and
+    SHORT_FACTORS that the file has. Raises CheckpointError."""
+    prefix = f"{architecture}.rope."
+    theta = metadata.get(f"{prefix}freq_base", float)
+    theta = 10000.0 if theta is None else theta
+    parameters: dict[str, Any] = {"rope_theta": theta, "rope_type": "default"}
+    kind, factor = scaling_of(metadata, prefix)
+    original = metadata.get(f"{prefix}{ORIGINAL_LENGTH}", int)
+    scaled = {} if original is None else {ORIGINAL: original}
+    metadata.get(f"{prefix}scaling.finetuned", bool)  # known, and without effect here
+    if factors:
+        check_alone(metadata, factors, kind, factor)
+    if ROPE_FREQS in factors:
+        # The divisors that llama3's rule gave. longrope divides each pair's frequency by a number of its own, too.
+        divisors, context = factors[ROPE_FREQS].tolist(), metadata.need(f"{architecture}.context_length", int)
+        both = {"short_factor": divisors, "long_factor": divisors, ORIGINAL: context}
+        return parameters | both | {"rope_type": LONGROPE, "attention_factor": 1.0}
+    if factors:
+        for name, key in BY_LENGTH.items():
+            parameters[key] = factors[name].tolist() if name in factors else None
+        parameters["attention_factor"] = metadata.get(f"{prefix}scaling.attn_factor", float)
+        return parameters | scaled | {"rope_type": LONGROPE}
+    if kind == NONE:
+        return parameters
+    parameters |= {"rope_type": kind, "factor": factor}
+    if kind == YARN:
+        parameters |= scaled
+        for name, key in OF_YARN.items():
+            value = metadata.get(f"{prefix}scaling.{name}", float)
+            if value is not None:
+                parameters[key] = value
+    return parameters
+
+
+def scaling_of(metadata: Metadata, prefix: str) -> tuple[str, float]:
+    """Kind and factor of the scaling that the metadata describes, by llama.cpp's rules: without a name the kind is
+    linear, an absent factor and 0 mean 1, and linear scaling by 1 is none. Raises CheckpointError."""
+    kind = metadata.get(f"{prefix}scaling.type", str) or LINEAR
+    factor = metadata.get(f"{prefix}scaling.factor", float)
+    older = metadata.get(f"{prefix}scale_linear", float)  # the key of older files
+    factor = (older if factor is None else factor) or 1.0
+    return (NONE, 1.0) if kind == NONE or (kind, factor) == (LINEAR, 1.0) else (kind, factor)
+
+
+def check_alone(metadata: Metadata, factors: dict[str, Any], kind: str, factor: float) -> None:
+    """Raises CheckpointError if a file has another scaling beside that of its tensors: llama.cpp computes both."""
+    name, *more = factors
+    if name == ROPE_FREQS and more:
+        other = more[0]
+    elif factor != 1 or kind not in (NONE, LONGROPE if name in BY_LENGTH else NONE):
+        other = f"rope scaling {shown(kind)} by {factor:g}"
+    else:
+        return
+    raise CheckpointError(f"{metadata.file}: it has both {name} and {other}; {AGAIN}")

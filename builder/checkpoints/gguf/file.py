@@ -19,11 +19,10 @@ from ....models.errors import CheckpointError
 from ....models.fields import MOST
 from ....models.plain_files import open_plain
 from ....runtime.text.tokenizer import Tokenizer
-from ..fused import tensors_needed
 from ..source import Blocks, Stored
+from ..views import tensors_needed
 from .config import FACTORS, FAMILIES, config_of, hugging_face_names, unpermuted, unused_tensor
-from .header import Header, Tensor, read_header
-from .metadata import AGAIN, Metadata
+from .header import AGAIN, Header, Metadata, Tensor, read_header
 from .tokenizer import ends_of_text, write_tokenizer
 
 PLAIN: dict[int, np.dtype[Any]] = {

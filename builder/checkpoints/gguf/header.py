@@ -9,8 +9,9 @@ from __future__ import annotations
 import math
 import os
 import struct
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, BinaryIO, NamedTuple, TypeVar
 
 import numpy as np
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
@@ -42,17 +43,26 @@ SCALARS: dict[int, np.dtype[Any]] = {  # by the number of a value's type
     11: np.dtype("<i8"),
     12: np.dtype("<f8"),
 }
+Value = TypeVar("Value", int, float, bool, str, "list[Any]", "np.ndarray[Any, Any]")
+AGAIN = "convert the model again with a current convert_hf_to_gguf.py"
+KINDS = {
+    int: "a whole number",
+    float: "a number",
+    bool: "true or false",
+    str: "a text",
+    list: "a list of texts",
+    np.ndarray: "a list of numbers",
+}
 
 
 class Tensor(NamedTuple):
-    """A tensor's place and type. shape: outermost dimension first, as in numpy. kind: the number of a type, which may
-    be unknown to GGMLQuantizationType. begin, nbytes: place in `file`; nbytes is 0 for an unknown kind."""
+    """A tensor's place and type."""
 
     file: Path
-    shape: tuple[int, ...]
-    kind: int
-    begin: int
-    nbytes: int
+    shape: tuple[int, ...]  # outermost dimension first, as in numpy
+    kind: int  # the number of a type, which may be unknown to GGMLQuantizationType
+    begin: int  # in the file
+    nbytes: int  # 0 for an unknown kind
 
     @property
     def dtype(self) -> str:
@@ -62,10 +72,10 @@ class Tensor(NamedTuple):
 
 
 class Header(NamedTuple):
-    """metadata: numbers, booleans, strings, lists of strings and numpy arrays of numbers. tensors: by GGUF's names."""
+    """All of a file but the tensors' content."""
 
-    metadata: dict[str, Any]
-    tensors: dict[str, Tensor]
+    metadata: dict[str, Any]  # numbers, booleans, strings, lists of strings and numpy arrays of numbers
+    tensors: dict[str, Tensor]  # by GGUF's names
 
 
 def read_header(file: Path) -> Header:
@@ -223,3 +233,35 @@ class HeaderReader:
 
     def _damaged(self, problem: str) -> CheckpointError:
         return CheckpointError(f"{self._file} is damaged: {problem}; download it again")
+
+
+class Metadata:
+    """The metadata of a file. It remembers which keys were read, so that the others can be refused by name."""
+
+    def __init__(self, file: Path, values: Mapping[str, Any]) -> None:
+        self.file, self._values = file, values
+        self._asked: set[str] = set()
+
+    def get(self, key: str, kind: type[Value]) -> Value | None:
+        """A value, or None when the key is absent. Raises CheckpointError for a value of another type."""
+        self._asked.add(key)
+        value = self._values.get(key)
+        if value is None:
+            return None
+        if kind is float and type(value) is int:
+            value = float(value)
+        if type(value) is not kind:
+            raise CheckpointError(f"{self.file}: {key} must be {KINDS[kind]}, found {shown(value)}; {AGAIN}")
+        found: Value = value
+        return found
+
+    def need(self, key: str, kind: type[Value]) -> Value:
+        """A value that must be there. Raises CheckpointError."""
+        value = self.get(key, kind)
+        if value is None:
+            raise CheckpointError(f"{self.file}: its metadata lacks {key}; {AGAIN}")
+        return value
+
+    def unread(self, prefix: str) -> list[str]:
+        """Keys that begin with `prefix` and were not read."""
+        return sorted(key for key in self._values if key.startswith(prefix) and key not in self._asked)

@@ -4,20 +4,31 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
-from tokenizers import AddedToken, decoders, models
+from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as TokenizerJson
 
 from ....models.errors import CheckpointError, shown
 from ....models.fields import MOST
+from ....runtime.text.split_patterns import (
+    CASED,
+    DEEPSEEK_HAN,
+    DEEPSEEK_MARKS,
+    DEEPSEEK_WORD,
+    ENGLISH,
+    HAN,
+    MARKS,
+    SPACES,
+    WORD,
+)
 from ....runtime.text.tokenizer import DEFAULT, SETTINGS, TOKENIZER, Tokenizer
 from ....runtime.text.tokenizer_check import text_problems
 from ....runtime.text.tokenizer_worker import is_failure
 from ...sentencepiece import CONTROL, USER_DEFINED, Piece, Pieces, put_around, tokenizer_of
 from ...tokenizer import MOST_TEMPLATES, write_templates
-from .metadata import AGAIN, Metadata
-from .splits import SPLITS
+from .header import AGAIN, Metadata
 
 PREFIX = "tokenizer.ggml."
 BYTE_LEVEL, SENTENCEPIECE = "gpt2", "llama"  # kinds of tokenizers
@@ -30,6 +41,8 @@ END_NAMES = {  # control tokens that end a turn or a text: those of llama.cpp's 
     *("</s>", "<EOT>", "[EOS]", "[EOT]", "<end_of_turn>", "<end_of_utterance>", "<｜end▁of▁sentence｜>"),
 }
 MOST_TEMPLATE = 1 << 20  # characters
+REST = rf"{MARKS}[\r\n]*|{SPACES}"
+CASED_REST = rf"{MARKS}[\r\n/]*|{SPACES}"
 
 
 def write_tokenizer(metadata: Metadata, destination: Path) -> Tokenizer:
@@ -182,3 +195,52 @@ def token_kinds(metadata: Metadata) -> list[int]:
         raise CheckpointError(f"{metadata.file}: its tokenizer has {len(found)} types for {count} tokens; {AGAIN}")
     kinds: list[int] = found[:count].tolist()
     return kinds
+
+
+class Split(NamedTuple):
+    """The steps of a split."""
+
+    patterns: tuple[str, ...] = ()  # each regular expression splits the pieces of the one before
+    digits: bool = False  # then each digit becomes a piece
+    gpt2: bool = False  # GPT-2's pattern splits last
+    nfc: bool = False  # characters are composed first (Unicode NFC)
+    whole: bool = False  # a piece that is a token is used without merges
+    bos: bool = False  # a text begins with BOS unless the file says otherwise
+
+    def apply(self, tokenizer: TokenizerJson) -> None:
+        """Give a tokenizer its normalizer and its pre-tokenizer."""
+        if self.nfc:
+            tokenizer.normalizer = normalizers.NFC()
+        steps: list[pre_tokenizers.PreTokenizer] = []
+        steps += [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in self.patterns]
+        steps += [pre_tokenizers.Digits(individual_digits=True)] if self.digits else []
+        steps += [pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=self.gpt2)]
+        tokenizer.pre_tokenizer = pre_tokenizers.Sequence(steps)
+
+
+GPT2 = Split(gpt2=True)
+CODE = Split(digits=True, gpt2=True)
+LLAMA3 = Split((rf"{ENGLISH}|{WORD}|\p{{N}}{{1,3}}|{REST}",), whole=True, bos=True)
+QWEN2 = Split((rf"{ENGLISH}|{WORD}|\p{{N}}|{REST}",), nfc=True)
+GPT4O = Split((rf"{CASED % (f'{ENGLISH}?', f'{ENGLISH}?')}|\p{{N}}{{1,3}}|{CASED_REST}",))
+SPLITS = {
+    **dict.fromkeys(("gpt-2", "mellum", "gigachat", "a.x-4.0", "trillion", "granite-docling", "phi-2"), GPT2),
+    **dict.fromkeys(("smollm", "starcoder", "refact", "codeshell", "minerva-7b"), CODE),
+    **dict.fromkeys(("llama3", "llama-v3", "llama-bpe", "falcon3", "pixtral", "midm-2.0", "lfm2"), LLAMA3),
+    **dict.fromkeys(("dbrx", "smaug-bpe"), LLAMA3._replace(whole=False, bos=False)),
+    **dict.fromkeys(("qwen2", "kormo", "f2llmv2", "megrez"), QWEN2),
+    "deepseek-r1-qwen": QWEN2._replace(nfc=False),
+    "tekken": Split((rf"{CASED % ('', '')}|\p{{N}}|{CASED_REST}",), whole=True, bos=True),
+    **dict.fromkeys(("gpt-4o", "llama4", "kanana2", "talkie"), GPT4O),
+    "seed-coder": Split(
+        (rf"{ENGLISH}|{WORD}|\p{{N}}{{1}}| ?[^\s\p{{L}}\p{{N}}\r\n]+|\s*[\r\n]+|\s+(?!\S)|\s+",),
+    ),
+    "deepseek-coder": Split((r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", HAN), digits=True),
+    "deepseek-v3": Split(
+        (
+            r"\p{N}{1,3}",
+            DEEPSEEK_HAN,
+            rf"{DEEPSEEK_MARKS}|{DEEPSEEK_WORD}| ?[\p{{P}}\p{{S}}]+[\r\n]*|{SPACES}",
+        ),
+    ),
+}

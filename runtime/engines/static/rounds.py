@@ -4,16 +4,16 @@ afterwards."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, cast
 
 import numpy as np
 
 from ....models import bindings
 from ....models.errors import EngineError
 from ....plugins.device_round.images import OFFER_BLOCK, PENDING, ROW_BLOCK
-from ..base import Engine, ForwardOutput, KVCache, Pass, TokenBatch, closed_error
+from ..base import KVCache, closed_error
 from ..layout import PassShape, mask_columns
-from ..rounds import BEST, RoundDraws, RoundOutcome, Rounds, RoundShape
+from ..rounds import BEST, RoundDraws, RoundOutcome, RoundRunner, Rounds, RoundShape, WholeRound
 from .draws import Vocabulary
 from .memory import CacheMemory, StaticPass
 from .round import WORD, CachePlace, Names, Round, TextPlace
@@ -46,9 +46,7 @@ class StaticRounds(Rounds):
 
     def __init__(self, shared: SharedRounds, target: RoundCache, draft: RoundCache) -> None:
         self._shared, self._target, self._draft = shared, target, draft
-        self._pending: tuple[int, ...] = ()
-        self.draws: RoundDraws | None = None
-        shared.texts[target] = self
+        self.closed = False
 
     def fits(self, shape: RoundShape, num_pending: int) -> bool:
         """See Rounds.fits."""
@@ -61,29 +59,24 @@ class StaticRounds(Rounds):
             return False
         return self._draft.has_room(0, PENDING) and self._target.has_room(0, size + 1)
 
-    def prepare(self, shape: RoundShape, pending: Sequence[int], draws: RoundDraws | None = None) -> Pass:
-        """See Rounds.prepare."""
-        self._pending, self.draws = tuple(pending), draws
-        rows = len(pending)
-        positions = self._target.length + 1 - rows + np.arange(rows)
-        batch = TokenBatch.pad(pending, positions, np.tri(rows, dtype=np.bool_), rows, True, True)
-        return Pass(self._shared.engine(shape), batch, self._target)
+    def round(self, shape: RoundShape, pending: Sequence[int], draws: RoundDraws | None = None) -> WholeRound:
+        """See Rounds.round."""
+        return WholeRound(self._shared.runner(shape), self, self._target, tuple(pending), draws)
 
-    def place(self, target_columns: int, draft_columns: int) -> TextPlace:
+    def place(self, pending: tuple[int, ...], target_columns: int, draft_columns: int) -> TextPlace:
         """Where the text is, for a round with so many columns of all texts."""
         places = self._target.place(target_columns), self._draft.place(draft_columns)
-        return TextPlace(self._target.length, self._pending, *places)
+        return TextPlace(self._target.length, pending, *places)
 
     def accept(self, outcome: RoundOutcome) -> None:
-        """Take the result of the prepared round."""
+        """Take the result of a round."""
         length = self._target.length + 1
         self._target.accept(length + len(outcome.accepted))
         self._draft.accept(length + outcome.num_scored)
-        self.outcome = outcome
 
     def close(self) -> None:
         """See Rounds.close."""
-        self._shared.leave(self._target)
+        self.closed = True
 
 
 class SharedRounds:
@@ -92,8 +85,7 @@ class SharedRounds:
 
     def __init__(self, target: StaticEngine, draft: StaticEngine, memories: tuple[CacheMemory, CacheMemory]) -> None:
         self.target, self.draft, self._memories = target, draft, memories
-        self.texts: dict[KVCache, StaticRounds] = {}
-        self._engines: dict[RoundShape, RoundEngine] = {}
+        self._runners: dict[RoundShape, StaticRunner] = {}
         self._rounds: dict[tuple[RoundShape, int], Round] = {}  # the latest one last
         kept = np.array(draft.spec.kept_tokens, np.int32)
         device, stream = target.device, target.stream
@@ -124,37 +116,37 @@ class SharedRounds:
             return False
         return max(width, PENDING) <= self.draft.spec.max_width
 
-    def engine(self, shape: RoundShape) -> RoundEngine:
-        """The engine of all texts' rounds of this shape."""
-        if shape not in self._engines:
-            self._engines[shape] = RoundEngine(self, shape)
-        return self._engines[shape]
+    def runner(self, shape: RoundShape) -> StaticRunner:
+        """Of all texts' rounds of this shape."""
+        if shape not in self._runners:
+            self._runners[shape] = StaticRunner(self, shape)
+        return self._runners[shape]
 
     def most_texts(self, shape: RoundShape) -> int:
         """The most texts of a round: those whose rows fit one pass of the draft. The target's passes may be several."""
         fitting = self.draft.spec.max_width // max(shape.width, PENDING)
         return min(fitting, self.target.spec.max_batch, self.draft.spec.max_batch)
 
-    def run(self, shape: RoundShape, texts: Sequence[StaticRounds]) -> None:
-        """Run a round of these texts."""
+    def run(self, shape: RoundShape, rounds: Sequence[WholeRound]) -> list[RoundOutcome]:
+        """Run a round of each of these texts, whose rounds are static ones."""
         target, draft = self.target, self.draft
+        texts = [cast(StaticRounds, each.text) for each in rounds]
         with target.lock, draft.lock:
             for engine in (target, draft):
                 if engine.closed:
                     raise closed_error(engine.spec)
+            if any(text.closed for text in texts):
+                raise EngineError("the rounds of this text were closed: open others over its caches")
             columns = self._columns(shape, len(texts))
-            places = [text.place(*columns) for text in texts]
+            places = [text.place(each.pending, *columns) for text, each in zip(texts, rounds, strict=True)]
             if draft.has_queued_moves:  # on the draft's own stream
                 draft.device.synchronize(draft.stream)
                 draft.has_queued_moves = False
-            outcomes = self._round(shape, len(texts)).run(places, texts[0].draws)
+            outcomes = self._round(shape, len(texts)).run(places, rounds[0].draws)
             target.has_queued_moves = False
             for text, outcome in zip(texts, outcomes, strict=True):
                 text.accept(outcome)
-
-    def leave(self, cache: KVCache) -> None:
-        """No round of this text follows."""
-        self.texts.pop(cache, None)
+        return list(outcomes)
 
     def _round(self, shape: RoundShape, texts: int) -> Round:
         """The round of this shape, made on first use."""
@@ -205,31 +197,17 @@ class SharedRounds:
         return CachePlace(memory.address, memory.geometry, ranked, num_logits, spec.max_batch)
 
 
-class RoundEngine(Engine):
+class StaticRunner(RoundRunner):
     """The rounds of one shape, of several texts at a time."""
-
-    runs_rounds = True
 
     def __init__(self, shared: SharedRounds, shape: RoundShape) -> None:
         self.spec = shared.target.spec
         self._shared, self._shape = shared, shape
 
-    def new_cache(self, salt: str | None = None) -> KVCache:
-        """Raises EngineError: rounds run over caches that are open."""
-        raise EngineError("rounds have no caches of their own: open those of the target and of the draft")
+    def num_joint(self, rounds: Sequence[WholeRound]) -> int:
+        """See RoundRunner.num_joint."""
+        return min(len(rounds), self._shared.most_texts(self._shape))
 
-    def num_joint(self, passes: Sequence[Pass]) -> int:
-        """See Engine.num_joint."""
-        return min(len(passes), self._shared.most_texts(self._shape))
-
-    def forward(self, passes: Sequence[Pass]) -> list[ForwardOutput]:
-        """Run the prepared rounds of these texts. An output has no rows: the result is Rounds.outcome."""
-        texts = [self._shared.texts.get(each.cache) for each in passes]
-        if None in texts:
-            raise EngineError("the rounds of this text were closed: open others over its caches")
-        self._shared.run(self._shape, [text for text in texts if text is not None])
-        none = np.zeros((0, self.spec.model.num_logits), np.float32)
-        return [ForwardOutput(none, None, None)] * len(passes)
-
-    def close(self) -> None:
-        """Nothing: the engines of target and draft are their owner's."""
+    def forward(self, rounds: Sequence[WholeRound]) -> list[RoundOutcome]:
+        """See RoundRunner.forward."""
+        return self._shared.run(self._shape, rounds)

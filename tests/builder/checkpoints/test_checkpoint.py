@@ -95,81 +95,107 @@ def test_tensors_may_lie_anywhere_in_a_file(tmp_path: Path) -> None:
     assert source.tensor("a").flags.aligned and source.tensor("odd").tolist() == [7]
 
 
-def test_missing_folder(tmp_path: Path) -> None:
-    refused(tmp_path / "nowhere", "nowhere is not a folder: give the path of a Hugging Face checkpoint")
+def weights(edit: Callable[[dict[str, torch.Tensor]], object]) -> Callable[[Path], object]:
+    return lambda folder: edit_weights(folder, edit)
 
 
-def test_a_file_is_no_folder(folder: Path) -> None:
-    refused(folder / WEIGHTS, "is not a folder")
+def settings(**fields: Any) -> Callable[[Path], object]:
+    return lambda folder: edit_json(folder / "config.json", lambda config: config.update(fields))
 
 
-def test_missing_config(folder: Path) -> None:
-    (folder / "config.json").unlink()
-    refused(folder, r"config\.json is missing")
+def index_of(edit: Callable[[dict[str, Any]], object]) -> Callable[[Path], object]:
+    return lambda folder: edit_json(folder / INDEX, edit)
 
 
-@pytest.mark.parametrize("content", [b"{", b"", b"\xff\xfe\x00", b'{"vocab_size": 1,}'])
-def test_corrupt_config(folder: Path, content: bytes) -> None:
-    (folder / "config.json").write_bytes(content)
-    refused(folder, r"config\.json is not readable JSON")
+def cut(kept: int) -> Callable[[Path], object]:
+    return lambda folder: (folder / WEIGHTS).write_bytes((folder / WEIGHTS).read_bytes()[:kept])
 
 
-def test_config_that_is_no_object(folder: Path) -> None:
-    (folder / "config.json").write_text("[1, 2]")
-    refused(folder, r"config\.json is not readable JSON: it holds no JSON object")
+def lose_a_shard(folder: Path) -> None:
+    (folder / json.loads((folder / INDEX).read_text())["weight_map"][NAME]).unlink()
 
 
-def test_unknown_architecture(folder: Path) -> None:
-    edit_json(folder / "config.json", lambda config: config.update(architectures=["GPT2LMHeadModel"]))
-    refused(folder, "architecture .GPT2LMHeadModel. is not supported; this project runs LlamaForCausalLM")
+def name_another_shard(index: dict[str, Any]) -> None:
+    """The index says where a tensor is, and it is not there."""
+    files = index["weight_map"]
+    files[NAME] = next(file for file in files.values() if file != files[NAME])
 
 
-def test_missing_weights(folder: Path) -> None:
-    (folder / WEIGHTS).unlink()
-    refused(folder, rf"neither {WEIGHTS} nor {INDEX}: the checkpoint is incomplete")
+POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:4665\nsize 1234\n"  # of a clone without Git LFS
+UNREADABLE = rf"{WEIGHTS} is not a readable safetensors file .*; download it again"
+# What is done to a folder, and what its refusal says. The first table is of one file of weights, the other of several.
+DAMAGED: list[tuple[Callable[[Path], object], str]] = [
+    (lambda folder: (folder / "config.json").unlink(), r"config\.json is missing"),
+    *(
+        (lambda folder, content=content: (folder / "config.json").write_bytes(content), "is not readable JSON")
+        for content in (b"{", b"", b"\xff\xfe\x00", b'{"vocab_size": 1,}')
+    ),
+    (lambda folder: (folder / "config.json").write_text("[1, 2]"), r"not readable JSON: it holds no JSON object"),
+    (settings(architectures=["GPT2LMHeadModel"]), "architecture .GPT2LMHeadModel. is not supported; this project runs"),
+    (lambda folder: (folder / WEIGHTS).unlink(), rf"neither {WEIGHTS} nor {INDEX}: the checkpoint is incomplete"),
+    *((cut(kept), UNREADABLE) for kept in (0, 4, 500, -1)),  # inside the length field, the header and the data
+    (lambda folder: (folder / WEIGHTS).write_text(POINTER), UNREADABLE),
+    (weights(lambda tensors: tensors.pop(NAME)), f"tensor {NAME} is missing; the checkpoint is incomplete"),
+    (
+        weights(lambda tensors: tensors.pop("lm_head.weight")),
+        r"tensor lm_head\.weight is missing; .* or config\.json lacks tie_word_embeddings: true",
+    ),
+    (settings(tie_word_embeddings=True), r"tensor lm_head\.weight differs from the embedding's rows"),
+    (
+        weights(lambda tensors: tensors.update({NAME: torch.zeros(16, 31)})),
+        rf"tensor {NAME} has shape \(16, 31\), its configuration asks for \(16, 32\)",
+    ),
+    *(
+        (
+            weights(lambda tensors, dtype=dtype: tensors.update({NAME: tensors[NAME].to(dtype)})),  # type: ignore[misc]
+            f"tensor {NAME} is {stored}; use an fp32, fp16 or bf16 checkpoint",
+        )
+        for dtype, stored in ((torch.int8, "I8"), (torch.float8_e4m3fn, "F8_E4M3"), (torch.float64, "F64"))
+    ),
+]
+DAMAGED_SHARDS: list[tuple[Callable[[Path], object], str]] = [
+    *(
+        (
+            index_of(lambda index, path=path: index["weight_map"].update({NAME: path})),  # type: ignore[misc]
+            "leaves the checkpoint folder; refusing to read it",
+        )
+        for path in ("/model.safetensors", "../other/model.safetensors", "a/../../model")
+    ),
+    (lose_a_shard, r"\.safetensors is missing; the checkpoint is incomplete"),
+    (index_of(name_another_shard), f"tensor {NAME} is missing"),
+    (index_of(lambda index: index.pop("weight_map")), "no weight_map; download the file again"),
+    (index_of(lambda index: index.update(weight_map=[])), "no weight_map; download the file again"),
+    (lambda folder: (folder / INDEX).write_text("{"), f"{INDEX} is not readable JSON"),
+]
 
 
-@pytest.mark.parametrize("kept", [0, 4, 500, -1])
-def test_truncated_weights(folder: Path, kept: int) -> None:
-    """Cut inside the length field, the header and the data."""
-    content = (folder / WEIGHTS).read_bytes()
-    (folder / WEIGHTS).write_bytes(content[:kept])
-    refused(folder, rf"{WEIGHTS} is not a readable safetensors file .*; download it again")
+@pytest.mark.parametrize(("damage", "message"), DAMAGED)
+def test_a_damaged_folder_is_refused_by_name(folder: Path, damage: Callable[[Path], object], message: str) -> None:
+    damage(folder)
+    refused(folder, message)
 
 
-def test_weights_that_are_only_a_pointer(folder: Path) -> None:
-    """What a clone without Git LFS leaves behind."""
-    (folder / WEIGHTS).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:4665\nsize 1234\n")
-    refused(folder, "not a readable safetensors file .*; download it again")
+@pytest.mark.parametrize(("damage", "message"), DAMAGED_SHARDS)
+def test_damaged_shards_are_refused_by_name(sharded: Path, damage: Callable[[Path], object], message: str) -> None:
+    damage(sharded)
+    refused(sharded, message)
 
 
-def test_missing_tensor(folder: Path) -> None:
-    edit_weights(folder, lambda tensors: tensors.pop(NAME))
-    refused(folder, f"tensor {NAME} is missing; the checkpoint is incomplete")
+def test_what_is_no_folder(folder: Path) -> None:
+    for path in (folder / "nowhere", folder / WEIGHTS):
+        refused(path, f"{path.name} is not a folder: give the path of a Hugging Face checkpoint")
 
 
-def test_missing_vocabulary_projection(folder: Path) -> None:
-    """Weights of a model with tied embeddings, config.json of one without."""
-    edit_weights(folder, lambda tensors: tensors.pop("lm_head.weight"))
-    refused(folder, r"tensor lm_head\.weight is missing; .* or config\.json lacks tie_word_embeddings: true")
-    edit_json(folder / "config.json", lambda config: config.update(tie_word_embeddings=True))
-    Checkpoint(folder)
-
-
-def test_a_projection_that_a_tied_model_stores_must_be_its_embedding(folder: Path) -> None:
-    """With another one, releases of transformers differ in what they compute."""
-    edit_json(folder / "config.json", lambda config: config.update(tie_word_embeddings=True))
-    refused(folder, r"tensor lm_head\.weight differs from the embedding's rows")
+def test_a_tied_model_may_store_its_embedding_twice(folder: Path) -> None:
+    """With another projection, releases of transformers differ in what they compute."""
+    settings(tie_word_embeddings=True)(folder)
     embedding = "model.embed_tokens.weight"
     edit_weights(folder, lambda tensors: tensors.update({"lm_head.weight": tensors[embedding][:-1].clone()}))
     refused(folder, r"tensor lm_head\.weight differs from the embedding's rows")
     edit_weights(folder, lambda tensors: tensors.update({"lm_head.weight": tensors[embedding].clone()}))
     Checkpoint(folder)
-
-
-def test_wrong_shape(folder: Path) -> None:
-    edit_weights(folder, lambda tensors: tensors.update({NAME: torch.zeros(16, 31)}))
-    refused(folder, rf"tensor {NAME} has shape \(16, 31\), its configuration asks for \(16, 32\)")
+    edit_weights(folder, lambda tensors: tensors.pop("lm_head.weight"))
+    Checkpoint(folder)
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
@@ -182,14 +208,6 @@ def test_weights_that_are_no_numbers(tmp_path: Path, dtype: str, value: float) -
     with pytest.raises(CheckpointError, match=f"tensor {NAME} holds NaN or infinity; the checkpoint is damaged"):
         checkpoint.tensor(NAME)
     checkpoint.tensor("lm_head.weight")
-
-
-@pytest.mark.parametrize(
-    ("dtype", "stored"), [(torch.int8, "I8"), (torch.float8_e4m3fn, "F8_E4M3"), (torch.float64, "F64")]
-)
-def test_unsupported_dtype(folder: Path, dtype: torch.dtype, stored: str) -> None:
-    edit_weights(folder, lambda tensors: tensors.update({NAME: tensors[NAME].to(dtype)}))
-    refused(folder, f"tensor {NAME} is {stored}; use an fp32, fp16 or bf16 checkpoint")
 
 
 class Explosive:
@@ -219,42 +237,9 @@ def test_an_index_of_pickled_weights_is_refused_unopened(sharded: Path, tmp_path
     assert not trace.exists()
 
 
-@pytest.mark.parametrize("path", ["{folder}/model.safetensors", "../other/model.safetensors", "a/../../model"])
-def test_an_index_must_stay_in_its_folder(sharded: Path, tmp_path: Path, path: str) -> None:
-    other = write_checkpoint(tmp_path / "other")
-    path = path.format(folder=other)
-    edit_json(sharded / INDEX, lambda index: index["weight_map"].update({NAME: path}))
-    refused(sharded, "leaves the checkpoint folder; refusing to read it")
-
-
 def test_links_of_a_hub_cache_are_followed(sharded: Path, tmp_path: Path) -> None:
     """There every file of the folder is a link to a blob elsewhere."""
     for file in list(sharded.glob("*.safetensors")):
         blob = file.rename(tmp_path / file.stem)
         file.symlink_to(blob)
     assert Checkpoint(sharded).tensor(NAME).shape == (16, 32)
-
-
-def test_missing_shard(sharded: Path) -> None:
-    shard = json.loads((sharded / INDEX).read_text())["weight_map"][NAME]
-    (sharded / shard).unlink()
-    refused(sharded, f"{shard} is missing; the checkpoint is incomplete")
-
-
-def test_a_shard_without_its_tensor(sharded: Path) -> None:
-    """The index says where a tensor is, and it is not there."""
-    files = json.loads((sharded / INDEX).read_text())["weight_map"]
-    other = next(file for file in files.values() if file != files[NAME])
-    edit_json(sharded / INDEX, lambda index: index["weight_map"].update({NAME: other}))
-    refused(sharded, f"tensor {NAME} is missing")
-
-
-@pytest.mark.parametrize("content", ["{}", '{"weight_map": []}'])
-def test_an_index_without_a_map(sharded: Path, content: str) -> None:
-    (sharded / INDEX).write_text(content)
-    refused(sharded, "no weight_map; download the file again")
-
-
-def test_corrupt_index(sharded: Path) -> None:
-    (sharded / INDEX).write_text("{")
-    refused(sharded, f"{INDEX} is not readable JSON")

@@ -15,9 +15,9 @@ from packers import pack_checkpoint
 from quantised import compressed
 
 from draftwood.builder.checkpoints.checkpoint import Checkpoint
-from draftwood.builder.checkpoints.fused import Split
 from draftwood.builder.checkpoints.safetensors import Safetensors
 from draftwood.builder.checkpoints.source import Blocks
+from draftwood.builder.checkpoints.views import split as split_fused
 from draftwood.models.errors import CheckpointError
 from draftwood.models.layers import network_of
 
@@ -45,7 +45,7 @@ def test_the_parts_are_the_whole_in_order(fused: str, parts: tuple[str, ...], fo
 def test_what_is_not_fused_is_read_as_it_is(tmp_path: Path) -> None:
     folder = write_checkpoint(tmp_path, "biases")
     plain, config = Safetensors(folder), Checkpoint(folder).config
-    split = Split(plain, config)
+    split = split_fused(plain, config)
     for name in network_of(config).tensors():
         assert split.stored(name) == plain.stored(name)
         np.testing.assert_array_equal(split.tensor(name), plain.tensor(name))
@@ -63,7 +63,7 @@ class InBlocks(Safetensors):
 
 
 def test_blocks_of_a_fused_matrix_are_those_of_its_parts(folder: Path) -> None:
-    split, whole = Split(InBlocks(folder), Checkpoint(folder).config), InBlocks(folder).blocks(QKV)
+    split, whole = split_fused(InBlocks(folder), Checkpoint(folder).config), InBlocks(folder).blocks(QKV)
     parts = [split.blocks(f"{LAYER}.self_attn.{part}.weight") for part in ("q_proj", "k_proj", "v_proj")]
     assert whole is not None
     for index in range(1, len(whole)):

@@ -12,26 +12,25 @@ import pytest
 import torch
 from checkpoints import SHAPES, VOCAB_SIZE, write_checkpoint, write_tokenizer
 from gguf import GGMLQuantizationType as Kind
-from gguf_files import SCALES, random_blocks, write_gguf
-from hypothesis import given
-from hypothesis import strategies as st
+from gguf_files import SCALES, edited, random_blocks, write_gguf
 
 from draftwood.builder.checkpoints.checkpoint import Checkpoint
 from draftwood.builder.checkpoints.gguf.file import is_read, read
 from draftwood.builder.checkpoints.gguf.header import read_header
-from draftwood.builder.checkpoints.gguf.metadata import Metadata
-from draftwood.builder.checkpoints.gguf.rope import llama3
-from draftwood.models.config import LlamaConfig
 from draftwood.models.errors import CheckpointError
 from draftwood.models.layers import network_of
 from draftwood.models.llama import Llama
 from draftwood.models.rope import inverse_frequencies
-from draftwood.models.rope_scaling import RopeScaling
 
 TOLERANCE = 2e-4
 WIDE: dict[str, Any] = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 1, "num_attention_heads": 8}
 ROUNDED: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 8}
 READ = [kind for kind in gguf.GGML_QUANT_SIZES if is_read(kind)]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return write_tokenizer(write_checkpoint(tmp_path / "folder"))
 
 
 def logits_of(checkpoint: Checkpoint, tokens: torch.Tensor) -> torch.Tensor:
@@ -65,8 +64,7 @@ ALL_KINDS = [*KINDS, *(pytest.param(kind, marks=pytest.mark.full) for kind in ("
 @pytest.mark.parametrize("kind", ALL_KINDS)
 def test_logits_equal_transformers_on_the_same_file(kind: str, tmp_path: Path) -> None:
     shape = WIDE if kind.endswith("K") else ROUNDED
-    folder = write_checkpoint(tmp_path / "folder", tie_word_embeddings=kind == "Q8_0", **shape)
-    write_tokenizer(folder)
+    folder = write_tokenizer(write_checkpoint(tmp_path / "folder", tie_word_embeddings=kind == "Q8_0", **shape))
     file = write_gguf(folder, tmp_path / "model.gguf", Kind[kind])
     found = logits_of(Checkpoint(file), some_tokens())
     torch.testing.assert_close(found, transformers_logits(file, some_tokens()), atol=TOLERANCE, rtol=0)
@@ -76,8 +74,7 @@ def test_logits_equal_transformers_on_the_same_file(kind: str, tmp_path: Path) -
 @pytest.mark.parametrize("shape", SHAPES)
 def test_a_file_says_what_its_folder_says(shape: str, tmp_path: Path) -> None:
     """Every shape of a LLaMA; transformers does not read llama3's and linear rope scaling from GGUF."""
-    folder = write_checkpoint(tmp_path / "folder", shape)
-    write_tokenizer(folder)
+    folder = write_tokenizer(write_checkpoint(tmp_path / "folder", shape))
     checkpoint, expected = Checkpoint(write_gguf(folder, tmp_path / "model.gguf")), Checkpoint(folder)
     assert replace(checkpoint.config, rope_scaling=None, norm_eps=1e-5) == replace(
         expected.config, rope_scaling=None, norm_eps=1e-5
@@ -110,18 +107,14 @@ def test_every_type_is_read_as_the_gguf_package_reads_it(kind: Kind, tmp_path: P
         np.testing.assert_array_equal(read(tensor).astype(np.float32), expected)
 
 
-def test_floats_keep_their_stored_type(tmp_path: Path) -> None:
-    folder = write_checkpoint(tmp_path / "folder")
-    write_tokenizer(folder)
+def test_floats_keep_their_stored_type(folder: Path, tmp_path: Path) -> None:
     for kind, dtype in (("F32", "float32"), ("F16", "float16"), ("BF16", "bfloat16"), ("Q8_0", "float32")):
         checkpoint = Checkpoint(write_gguf(folder, tmp_path / f"{kind}.gguf", Kind[kind]))
         assert checkpoint.tensor("model.layers.0.self_attn.k_proj.weight").dtype.name == dtype
 
 
 @pytest.mark.parametrize("given_part", [1, 2, 3])
-def test_parts_are_read_as_one_file(given_part: int, tmp_path: Path) -> None:
-    folder = write_checkpoint(tmp_path / "folder")
-    write_tokenizer(folder)
+def test_parts_are_read_as_one_file(given_part: int, folder: Path, tmp_path: Path) -> None:
     first = write_gguf(folder, tmp_path / "model.gguf", shards=3)
     checkpoint = Checkpoint(first.with_name(first.name.replace("00001-of", f"{given_part:05}-of")))
     expected = Checkpoint(folder)
@@ -129,9 +122,7 @@ def test_parts_are_read_as_one_file(given_part: int, tmp_path: Path) -> None:
         np.testing.assert_array_equal(checkpoint.tensor(name), expected.tensor(name))
 
 
-def test_parts_that_do_not_belong_together_are_refused(tmp_path: Path) -> None:
-    folder = write_checkpoint(tmp_path / "folder")
-    write_tokenizer(folder)
+def test_parts_that_do_not_belong_together_are_refused(folder: Path, tmp_path: Path) -> None:
     first = write_gguf(folder, tmp_path / "model.gguf", shards=3)
     second, third = (first.with_name(first.name.replace("00001-of", f"0000{part}-of")) for part in (2, 3))
     content = third.read_bytes()
@@ -152,44 +143,12 @@ def refused(file: Path, message: str) -> None:
         Checkpoint(file)
 
 
-@given(
-    theta=st.sampled_from([10000.0, 500000.0, 1e6]),
-    pairs=st.sampled_from([2, 3, 8, 32, 48, 64]),
-    factor=st.sampled_from([2.0, 4.0, 8.0, 32.0, 3.7]),
-    low=st.sampled_from([0.5, 1.0, 2.0]),
-    wide=st.sampled_from([1.5, 4.0, 10.0]),
-    original=st.sampled_from([64, 2048, 8192, 100_000]),
-)
-def test_llama3_parameters_are_found_again(
-    theta: float, pairs: int, factor: float, low: float, wide: float, original: int
-) -> None:
-    scaling = RopeScaling("llama3", factor, low, low * wide, original)
-    config = LlamaConfig(64, 4 * pairs, 64, 1, 2, 2, 2 * pairs, 4096, 1e-5, theta)
-    divisors = inverse_frequencies(config) / inverse_frequencies(replace(config, rope_scaling=scaling))
-    parameters = llama3(Metadata(Path("m"), {}), divisors.astype(np.float32), theta, 2 * pairs)
-    if parameters:
-        found = RopeScaling("llama3", *(parameters[key] for key in list(parameters)[1:]))
-        again = inverse_frequencies(config) / inverse_frequencies(replace(config, rope_scaling=found))
-        np.testing.assert_allclose(again, divisors, rtol=2e-4)
-    else:
-        np.testing.assert_allclose(divisors, 1)
-
-
-def test_llama3s_own_numbers_come_out_exactly() -> None:
-    scaling = RopeScaling("llama3", 32.0, 1.0, 4.0, 8192)
-    for head_dim in (64, 128):
-        config = LlamaConfig(64, 2 * head_dim, 64, 1, 2, 2, head_dim, 131072, 1e-5, 500000.0)
-        divisors = inverse_frequencies(config) / inverse_frequencies(replace(config, rope_scaling=scaling))
-        found = llama3(Metadata(Path("m"), {}), divisors.astype(np.float32), 500000.0, head_dim)
-        assert list(found.values()) == ["llama3", 32.0, 1.0, 4.0, 8192]
-
-
-@pytest.mark.parametrize(
-    "divisors", [[1, 2, 1, 2], [2, 1, 1, 1], [1, 1, 0.5, 1], [1, 1, float("nan"), 2], [1, 1], [1, 9, 2, 10]]
-)
-def test_divisors_of_another_rule_are_refused(divisors: list[float]) -> None:
-    with pytest.raises(CheckpointError, match=r"does not hold the divisors of llama3"):
-        llama3(Metadata(Path("m"), {}), np.array(divisors, np.float32), 10000.0, 8)
+@pytest.mark.parametrize("divisors", [[1, 2, 0, 2], [1, 1, float("nan"), 2], [1, -1, 1, 1], [1, 1]])
+def test_divisors_of_frequencies_that_are_none_are_refused(divisors: list[float], tmp_path: Path) -> None:
+    folder = write_tokenizer(write_checkpoint(tmp_path / "folder", hidden_size=32, head_dim=8))
+    array = np.array(divisors, np.float32)
+    file = write_gguf(folder, tmp_path / "m.gguf", edit=lambda writer: writer.add_tensor("rope_freqs.weight", array))
+    refused(file, "read as a config.json, is refused: config.json: rope short_factor")
 
 
 def test_scales_are_where_the_table_says() -> None:
@@ -199,18 +158,12 @@ def test_scales_are_where_the_table_says() -> None:
         assert 0.2 < np.abs(numbers).mean() < 0.3, kind
 
 
-def edited(key: str, value: Any) -> Any:
-    def edit(writer: gguf.GGUFWriter) -> None:
-        writer.kv_data[0].pop(key, None)
-        kind = {str: "string", int: "uint32", float: "float32"}[type(value)]
-        getattr(writer, f"add_{kind}")(key, value)
-
-    return edit
-
-
 @pytest.mark.parametrize(
     ("key", "value", "message"),
     [
+        ("general.architecture", None, "lacks general.architecture; convert the model again"),
+        ("llama.block_count", None, "lacks llama.block_count; convert the model again"),
+        ("llama.context_length", None, "lacks llama.context_length; convert the model again"),
         ("llama.attention.sliding_window", 512, "sliding_window"),
         ("llama.expert_count", 8, "mixtures of experts are not supported"),
         ("llama.rope.dimension_count", 4, r"rope.dimension_count is 4 of 8: LlamaForCausalLM rotates whole heads"),
@@ -225,18 +178,10 @@ def edited(key: str, value: Any) -> Any:
         ("general.architecture", "gemma3", "read as a config.json, is refused: .*architecture 'gemma3'"),
     ],
 )
-def test_settings_of_another_model_are_refused(key: str, value: Any, message: str, tmp_path: Path) -> None:
-    folder = write_checkpoint(tmp_path / "folder")
-    write_tokenizer(folder)
+def test_missing_settings_and_those_of_another_model_are_refused(
+    key: str, value: Any, message: str, folder: Path, tmp_path: Path
+) -> None:
     refused(write_gguf(folder, tmp_path / "model.gguf", edit=edited(key, value)), message)
-
-
-@pytest.mark.parametrize("key", ["general.architecture", "llama.block_count", "llama.context_length"])
-def test_missing_settings_are_named(key: str, tmp_path: Path) -> None:
-    folder = write_checkpoint(tmp_path / "folder")
-    write_tokenizer(folder)
-    file = write_gguf(folder, tmp_path / "model.gguf", edit=lambda writer: writer.kv_data[0].pop(key))
-    refused(file, f"lacks {key}; convert the model again")
 
 
 @pytest.mark.parametrize(
@@ -258,9 +203,7 @@ def test_missing_settings_are_named(key: str, tmp_path: Path) -> None:
         ),
     ],
 )
-def test_tensors_that_the_network_does_not_use_are_refused(name: str, message: str, tmp_path: Path) -> None:
-    folder = write_checkpoint(tmp_path / "folder")
-    write_tokenizer(folder)
+def test_tensors_that_the_network_lacks_are_refused(name: str, message: str, folder: Path, tmp_path: Path) -> None:
     file = write_gguf(
         folder, tmp_path / "model.gguf", edit=lambda writer: writer.add_tensor(name, np.zeros(8, np.float32))
     )
@@ -268,8 +211,7 @@ def test_tensors_that_the_network_does_not_use_are_refused(name: str, message: s
 
 
 def test_a_type_that_is_not_read_is_named(tmp_path: Path) -> None:
-    folder = write_checkpoint(tmp_path / "folder", **WIDE)
-    write_tokenizer(folder)
+    folder = write_tokenizer(write_checkpoint(tmp_path / "folder", **WIDE))
     file = write_gguf(folder, tmp_path / "model.gguf", Kind.Q6_K)
     content = file.read_bytes()
     name = b"blk.0.ffn_up.weight"

@@ -14,6 +14,7 @@ from checkpoints import write_checkpoint, write_tokenizer
 from gguf import GGMLQuantizationType as Kind
 from gguf_files import write_gguf
 from numpy.typing import NDArray
+from steps import quiet
 
 from draftwood.builder.checkpoints.checkpoint import Checkpoint
 from draftwood.builder.options import BuildOptions
@@ -66,7 +67,7 @@ def test_a_native_bundle_has_the_files_own_codes(tmp_path: Path) -> None:
     folder = write_checkpoint(tmp_path / "folder", num_key_value_heads=2, tie_word_embeddings=True, **SHAPE)
     write_tokenizer(folder)
     file = write_gguf(folder, tmp_path / "model.gguf", Kind.Q8_0)
-    build(BuildOptions(file, file, tmp_path / "bundle", "native", "int8"), lambda step: lambda: None)
+    build(BuildOptions(file, file, tmp_path / "bundle", "native", "int8"), quiet)
     with LLM(tmp_path / "bundle", None) as llm:
         spec = llm.bundle.manifest.engines["target"]
         assert len(llm.generate([1, 9, 40], GREEDY)[0].token_ids) > 4

@@ -14,12 +14,12 @@ from checkpoints import transformers_logits, write_checkpoint, write_tokenizer
 from engine_parts import TOLERANCE, random_text
 from packers import PackedMatrix, pack_checkpoint, save_module
 from quantised import AWQ, COMPRESSED, GPTQ, IN, OUT, SCHEME, compressed, opened
+from steps import noted
 
 from draftwood.builder.checkpoints.checkpoint import Checkpoint
-from draftwood.builder.checkpoints.quantised import LAYOUTS
+from draftwood.builder.checkpoints.folder import LAYOUTS
 from draftwood.builder.options import BuildOptions
 from draftwood.builder.pipeline import build
-from draftwood.builder.progress import Step
 from draftwood.models.bindings import TARGET
 from draftwood.models.errors import CheckpointError
 from draftwood.runtime.engines.passes import prefill
@@ -165,12 +165,8 @@ def test_an_engine_of_a_quantised_pair_computes_what_transformers_does(method: s
         pack_checkpoint(tmp_path / role, tmp_path / "plain" / role, config, pack)
     steps: list[str] = []
 
-    def begin(step: Step) -> Callable[[], None]:
-        steps.append(step.title)
-        return lambda: None
-
     options = BuildOptions(tmp_path / "target", tmp_path / "draft", tmp_path / "bundle", "onnxruntime")
-    bundle = build(options, begin)
+    bundle = build(options, noted(steps))
     assert any(title.startswith(f"The draft: its weights are {method}") for title in steps)
     engine, text = bundle.open_engine(TARGET), random_text(50)
     output = prefill(engine, engine.new_cache(), text)

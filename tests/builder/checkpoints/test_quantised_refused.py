@@ -15,7 +15,7 @@ from packers import PackedMatrix, pack_checkpoint, save_module
 from quantised import AWQ, COMPRESSED, GPTQ, IN, OUT, SCHEME, compressed, opened
 
 from draftwood.builder.checkpoints.checkpoint import Checkpoint
-from draftwood.builder.checkpoints.quantised import LAYOUTS, layout_of
+from draftwood.builder.checkpoints.folder import LAYOUTS, layout_of
 from draftwood.models.errors import CheckpointError
 
 HOSTILE: tuple[Any, ...] = (

@@ -13,6 +13,7 @@ import pytest
 import torch
 from bundling import resigned
 from checkpoints import VOCAB_SIZE, edit_weights, transformers_logits, write_checkpoint, write_tokenizer
+from steps import quiet
 
 from benchmarks.tools.torch_engine import TorchEngine
 from draftwood.builder.checkpoints.checkpoint import Checkpoint
@@ -66,7 +67,7 @@ def target(folder: Path) -> Path:
 
 def built(target: Path, draft: Path, output: Path, backend: str, precision: str = "fp32") -> EngineBundle:
     options = BuildOptions(target, draft, output, backend, precision, draft_precision=precision, max_length=128)
-    return build(options, lambda step: lambda: None)
+    return build(options, quiet)
 
 
 @pytest.mark.parametrize("backend", ["onnxruntime", "native"])
@@ -149,12 +150,12 @@ def test_a_trimmed_draft_is_no_target_and_is_not_trimmed_again(tmp_path: Path) -
     with pytest.raises(CheckpointError, match="cannot be a target"):
         built(draft, draft, tmp_path / "bundle", "onnxruntime")
     with pytest.raises(CheckpointError, match="cannot be a target"):
-        distill(DistillOptions(draft, tmp_path / "other", minutes=1), lambda step: lambda: None)
+        distill(DistillOptions(draft, tmp_path / "other", minutes=1), quiet)
     with pytest.raises(CheckpointError, match="cannot be a target"):
-        train_head(HeadTraining(draft, draft, tmp_path / "head"), ["a", "b"], lambda step: lambda: None)
+        train_head(HeadTraining(draft, draft, tmp_path / "head"), ["a", "b"], quiet)
     options = BuildOptions(target(tmp_path), draft, tmp_path / "bundle", draft_vocabulary=40)
     with pytest.raises(CheckpointError, match="predicts 60 of 288 tokens already"):
-        build(options, lambda step: lambda: None)
+        build(options, quiet)
 
 
 def edited(change: Callable[[dict[str, Any]], object]) -> Callable[[dict[str, Any]], object]:
@@ -212,7 +213,7 @@ def test_a_number_of_tokens_that_makes_no_sense_is_refused(count: int, message: 
     folder = target(tmp_path)
     with pytest.raises(ConfigError, match=message):
         options = BuildOptions(folder, folder, tmp_path / "bundle", draft_vocabulary=count)
-        build(options, lambda step: lambda: None)
+        build(options, quiet)
 
 
 def test_the_graph_that_tensorrt_reads_computes_the_kept_columns(tmp_path: Path) -> None:

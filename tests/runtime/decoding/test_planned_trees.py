@@ -9,7 +9,7 @@ from draftwood.runtime import SamplingParams, SpecDecodeStats, SpeculativeConfig
 from draftwood.runtime.decoding.decoder import SpeculativeDecoder
 from draftwood.runtime.decoding.round import Proposal
 from draftwood.runtime.decoding.state import RequestState
-from draftwood.runtime.engines.passes import Passes
+from draftwood.runtime.engines.passes import Works
 from draftwood.runtime.sampling.random import seeded_streams
 from draftwood.runtime.sampling.sampler import Sampler
 from draftwood.runtime.speculation.planning.controller import RoundPlan
@@ -24,7 +24,7 @@ class NotingDecoder(SpeculativeDecoder):
 
     depths: list[tuple[int, int]]
 
-    def _propose(self, request: RequestState, plan: RoundPlan | None) -> Passes[Proposal]:
+    def _propose(self, request: RequestState, plan: RoundPlan | None) -> Works[Proposal]:
         proposal = yield from super()._propose(request, plan)
         if plan is not None and plan.depth:
             self.depths.append((plan.depth, max(proposal.graph.depths)))

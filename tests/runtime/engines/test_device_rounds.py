@@ -189,11 +189,9 @@ def test_a_round_has_room_in_masks_and_caches(pair: Pair) -> None:
     assert not rounds.fits(RoundShape(4, 4, 1), 2) and not rounds.fits(RoundShape(4, 4, 1), 0)
     caches[0].length, caches[1].length = 595, 595  # type: ignore[misc]
     assert not rounds.fits(RoundShape(4, 8, 2), 1) and rounds.fits(RoundShape(3, 3, 1), 1)
-    with pytest.raises(EngineError, match="open those of the target and of the draft"):
-        rounds.prepare(RoundShape(3, 3, 1), [1]).engine.new_cache()
     pair.draft.close()
     with pytest.raises(EngineError, match="the draft engine was closed"):
-        rounds.prepare(RoundShape(3, 3, 1), [1]).run()
+        rounds.round(RoundShape(3, 3, 1), [1]).run()
 
 
 def test_few_rounds_above_temperature_0_are_kept(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:

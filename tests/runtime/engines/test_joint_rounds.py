@@ -67,11 +67,12 @@ def test_rounds_of_several_texts_are_one_graph_and_one_wait(
     moves."""
     run, joint, asked = static_rounds.SharedRounds.run, list[int](), list[Any]()
 
-    def counted(self: Any, shape: RoundShape, texts: Any) -> None:
+    def counted(self: Any, shape: RoundShape, texts: Any) -> Any:
         gpu.counts.clear()
-        run(self, shape, texts)
+        outcomes = run(self, shape, texts)
         joint.append(len(texts))
         asked.append({name: gpu.counts[name] for name in ("wait", "graph", "enqueue")})
+        return outcomes
 
     monkeypatch.setattr(static_rounds.SharedRounds, "run", counted)
     for _ in range(2):  # every number of texts has been captured when the second list begins
@@ -129,11 +130,11 @@ def test_which_rounds_texts_may_share(llm: LLM) -> None:
     assert not rounds.fits(RoundShape(3, 3, 1, BLOCK, True), 1), "above temperature 0"
     assert not rounds.fits(RoundShape(2, 32, 4), 1), "wider than a pass"
     assert not rounds.fits(RoundShape(9, 9, 16), 1), "more columns than a text may have"
-    wanted = rounds.prepare(SHAPE, [1])
-    assert wanted.engine is rounds.prepare(SHAPE, [1]).engine
-    assert wanted.engine is not rounds.prepare(RoundShape(2, 2, 1), [1]).engine
+    wanted = rounds.round(SHAPE, [1])
+    assert wanted.engine is rounds.round(SHAPE, [1]).engine
+    assert wanted.engine is not rounds.round(RoundShape(2, 2, 1), [1]).engine
     assert wanted.engine.num_joint([wanted] * 2) == 2 and wanted.engine.num_joint([wanted] * 9) == MAX_BATCH
-    wide = rounds.prepare(RoundShape(2, 20, 16), [1])
+    wide = rounds.round(RoundShape(2, 20, 16), [1])
     assert wide.engine.num_joint([wide] * 3) == 2, "of 16 rows in the draft's pass of 32"
     region = target.pool.region
     caches[0].length = caches[1].length = region - 4  # type: ignore[misc]
@@ -173,4 +174,4 @@ def test_a_closed_draft_ends_the_rounds(open_llm: OpenLLM) -> None:
         assert rounds is not None
         draft.close()
         with pytest.raises(EngineError, match="the draft engine was closed"):
-            rounds.prepare(SHAPE, [1]).run()
+            rounds.round(SHAPE, [1]).run()

@@ -95,7 +95,7 @@ def test_a_machine_without_a_gpu_says_so(bundle: Path, capsys: pytest.CaptureFix
 @needs_rtx
 @pytest.mark.parametrize("role", ["target", "draft"])
 def test_the_graphs_can_be_kept_and_run_by_polygraphy(role: str, bundle: Path) -> None:
-    """The command of docs/tensorrt.md, which on a machine with a GPU compares ONNX Runtime with TensorRT."""
+    """With --graphs; on a machine with a GPU, --trt compares ONNX Runtime with TensorRT."""
     shapes = "input_ids:[1,4] position_ids:[1,4] tree_mask:[1,4,4] output_rows:[4]"
     ranges = "input_ids:[0,255] position_ids:[0,40] sequences:[0,0] write_indices:[0,0] output_rows:[0,3]"
     graph = bundle.parent / "graphs" / f"{role}.onnx"

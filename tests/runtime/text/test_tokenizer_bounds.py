@@ -14,7 +14,7 @@ from bundling import DEMO, optional
 from strange_tokenizers import ADDED, BPE, template, write
 from tokenizers import Tokenizer as TokenizerJson
 
-from draftwood.builder.checkpoints.gguf.splits import SPLITS
+from draftwood.builder.checkpoints.gguf.tokenizer import SPLITS
 from draftwood.models.errors import BundleError, RequestError
 from draftwood.runtime.text.split_patterns import is_linear
 from draftwood.runtime.text.tokenizer import ENCODING, TOKENIZER, Tokenizer
