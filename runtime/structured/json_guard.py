@@ -27,22 +27,20 @@ BEGUN = {spelling[:length] for spelling in SPELLINGS for length in range(1, 6)}
 
 
 class Level(NamedTuple):
-    """An object or array around a place of a text. names: of the object so far, as they are written; None for an array.
-    named: whether a name comes next. around: the level outside."""
+    """An object or array around a place of a text."""
 
-    names: frozenset[bytes] | None
-    named: bool
-    around: Level | None
+    names: frozenset[bytes] | None  # of the object so far, as they are written; None for an array
+    named: bool  # whether a name comes next
+    around: Level | None  # the level outside
 
 
 class State(NamedTuple):
-    """A place of a text. text: of the name so far, or outside of JSON the end of the text. digits: of the number, or of
-    its exponent, so far."""
+    """A place of a text."""
 
     kind: int
     level: Level | None = None
-    text: bytes = b""
-    digits: int = 0
+    text: bytes = b""  # of the name so far, or outside of JSON the end of the text
+    digits: int = 0  # of the number, or of its exponent, so far
     exponent: bool = False
 
 
@@ -79,13 +77,13 @@ class Tokens:
 
 @dataclass(frozen=True)
 class JsonGuard:
-    """The rules of one form of text. begins: a text that begins with one of these bytes is JSON. opens: JSON also comes
-    after each of these marks. digits: the most of a number before its exponent. So few are different doubles, if they
-    are different numbers: rounding moves none to a bound of its schema."""
+    """The rules of one form of text."""
 
     tokens: Tokens
-    begins: bytes = ANY_VALUE
-    opens: bytes = b""
+    begins: bytes = ANY_VALUE  # a text that begins with one of these bytes is JSON
+    opens: bytes = b""  # JSON also comes after each of these marks
+    # The most of a number before its exponent. So few are different doubles, if they are different numbers: rounding
+    # moves none to a bound of its schema.
     digits: int = 16
 
     def start(self) -> State:

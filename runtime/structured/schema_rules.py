@@ -15,10 +15,10 @@ SPACE = f"SP: /{WHITESPACE}/"  # the terminal between the parts of our own rules
 
 
 class Rules(NamedTuple):
-    """lines: the rules. digits, doubtful: see Schema."""
+    """The rules of a schema."""
 
     lines: list[str]
-    digits: int
+    digits: int  # see Schema, as for the next
     doubtful: str
 
 

@@ -48,7 +48,7 @@ class ToolCallReader:
         self._start = 0  # an index, because a copy of the rest after every mark would take quadratic time
         self._raw = ""  # the text of the call's beginning before `_start`
         self._blanks = ""  # at the end of the text so far
-        self._behind_call = False  # whether there was no text since the last call
+        self._after_call = False  # whether there was no text since the last call
         self._found: list[str | CallPart] = []
         self._depth, self._quoted, self._escaped = 0, False, False
 
@@ -116,7 +116,7 @@ class ToolCallReader:
 
     def _open_call(self, name: str) -> None:
         self._raw = self._blanks = ""
-        self._state, self._depth, self._behind_call = ARGUMENTS, 0, True
+        self._state, self._depth, self._after_call = ARGUMENTS, 0, True
         self._add(f"call_{uuid4().hex[:24]}", name, "")
         self.num_calls += 1
 
@@ -175,13 +175,13 @@ class ToolCallReader:
         if self._demanded:
             return
         text = self._blanks + text
-        if self._behind_call:
+        if self._after_call:
             text = text.lstrip()
         kept = text.rstrip()
         self._blanks = text[len(kept) :]
         if kept:
             self._found.append(kept)
-            self._behind_call = False
+            self._after_call = False
 
 
 def may_begin_call(text: str) -> bool:
