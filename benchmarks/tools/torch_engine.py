@@ -18,7 +18,7 @@ from draftwood.runtime.engines.base import (
     EngineSpec,
     ForwardOutput,
     KVCache,
-    SoloEngine,
+    Runner,
     TokenBatch,
     check_cache,
     closed_error,
@@ -37,7 +37,7 @@ class TorchKVCache(StackedKVCache):
         self.buffer = torch.zeros(2 * model.num_layers, 1, model.num_kv_heads, capacity, model.head_dim)
 
 
-class TorchEngine(SoloEngine):
+class TorchEngine(Runner):
     """weights: those of a checkpoint. head: the acceptance head, for a spec with the output `acceptance`."""
 
     def __init__(self, weights: Weights, spec: EngineSpec, head: TrainedHead | None = None) -> None:

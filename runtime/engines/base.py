@@ -294,7 +294,7 @@ class Engine(ABC):
         return None
 
 
-class SoloEngine(Engine):
+class Runner(Engine):
     """An engine that cannot join several passes into one. A subclass implements `score`."""
 
     def forward(self, passes: Sequence[Pass]) -> list[ForwardOutput]:

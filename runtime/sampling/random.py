@@ -5,12 +5,15 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from array import array
+from bisect import bisect_right
+from itertools import accumulate
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 BLOCK = 512
+FEW = 32
 AHEAD = 256  # numbers that one call of numpy draws: one for each call would take longer
 
 
@@ -45,7 +48,11 @@ class SeededStream(HasUniforms):
         self._numbers, self._used = array("d"), 0  # drawn in advance, and how many of them were used
 
     def categorical(self, probabilities: NDArray[np.floating[Any]]) -> int:
-        if len(probabilities) > BLOCK:  # sums are much faster than cumulative sums: first the block, then the index
+        count = len(probabilities)
+        if count <= FEW:  # the same sums, in less time than numpy needs to begin
+            sums = [*accumulate(probabilities.tolist())]
+            return bisect_right(sums, self._next() * sums[-1], 0, count)
+        if count > BLOCK:  # sums are much faster than cumulative sums: first the block, then the index
             first = BLOCK * self.categorical(np.add.reduceat(probabilities, np.arange(0, len(probabilities), BLOCK)))
             return first + self.categorical(probabilities[first : first + BLOCK])
         cumulative = np.add.accumulate(probabilities, dtype=np.float64)

@@ -28,7 +28,7 @@ from draftwood.models.bindings import TARGET, output_names
 from draftwood.models.families import FAMILIES, Variant
 from draftwood.models.llama import Llama
 from draftwood.plugins.native.library import NativeLibrary
-from draftwood.runtime.engines.base import SoloEngine
+from draftwood.runtime.engines.base import Runner
 from draftwood.runtime.engines.native import engine as native
 from draftwood.runtime.engines.onnx.onnxruntime import OnnxRuntimeEngine
 from draftwood.runtime.engines.passes import prefill
@@ -53,7 +53,7 @@ def written(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     return Written(tmp_path_factory.mktemp("family") / "checkpoint", request.param)
 
 
-def opened(backend: str, checkpoint: Checkpoint, folder: Path) -> SoloEngine:
+def opened(backend: str, checkpoint: Checkpoint, folder: Path) -> Runner:
     """One role's engine in fp32."""
     spec = spec_of(checkpoint, TARGET, "fp32", WIDTHS, CAPACITY)
     if backend == "native":
@@ -98,7 +98,7 @@ def test_a_row_has_the_same_bits_in_any_company(written: Written, tmp_path: Path
     engine.close()
 
 
-def assert_a_branch_changes_no_bit(engine: SoloEngine, prefix: list[int], tokens: list[int]) -> None:
+def assert_a_branch_changes_no_bit(engine: Runner, prefix: list[int], tokens: list[int]) -> None:
     """Of three rows of a tree, nor the width of the pass."""
     tree = Tree(tuple(tokens), PARENTS)
     for row in (6, 10, 11):

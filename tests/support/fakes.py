@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from draftwood.models.config import LlamaConfig
 from draftwood.runtime.engines.backends import UNLISTED
-from draftwood.runtime.engines.base import EngineSpec, ForwardOutput, KVCache, SoloEngine, TokenBatch, check_cache
+from draftwood.runtime.engines.base import EngineSpec, ForwardOutput, KVCache, Runner, TokenBatch, check_cache
 
 Predict = Callable[[tuple[int, ...]], NDArray[np.float64]]  # context -> probabilities [V]
 POOLED = replace(UNLISTED, name="fake", grows=True)  # for the table of backends: requests share one cache
@@ -78,7 +78,7 @@ class FakeCache:
         self.capacity = capacity
 
 
-class FakeEngine(SoloEngine):
+class FakeEngine(Runner):
     """Scores rows by `predict(context)`; the context is read off mask and positions like attention would."""
 
     def __init__(

@@ -34,7 +34,7 @@ from ....plugins.native.library import (
 )
 from ....plugins.native.packing import PANEL, whole_panels
 from ....plugins.native.processor import KernelError
-from ..base import EngineSpec, ForwardOutput, KVCache, SoloEngine, TokenBatch, check_cache, closed_error
+from ..base import EngineSpec, ForwardOutput, KVCache, Runner, TokenBatch, check_cache, closed_error
 from ..cache import GrowingKVCache
 from ..limits import available_bytes, cores
 from .softmax import NativeSoftmax, PreparedRows
@@ -121,7 +121,7 @@ class NativeKVCache(GrowingKVCache):
         del self.keys, self.values, self.scales, self.structure, self._results
 
 
-class NativeEngine(SoloEngine):
+class NativeEngine(Runner):
     """One role's weights and the kernels that read them."""
 
     def __init__(self, path: Path, spec: EngineSpec, threads: int = 0, private: bool = False) -> None:

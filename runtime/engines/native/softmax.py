@@ -125,8 +125,7 @@ class PreparedSoftmax:
         self._rows, self._row, self._place, self._wanted = rows, row, place, wanted
         self._total, self._peak, self._count, self._best = (draws[name] for name in ("total", "peak", "count", "best"))
         own, self._sums = rows.logits[row], rows.sums[row]
-        self._own = address(own)
-        self._softmax = Row(self._own, len(own), 0.0, wanted.temperature, address(self._sums))
+        self._softmax = Row(address(own), len(own), 0.0, wanted.temperature, address(self._sums))
 
     def best(self, logits: NDArray[np.floating[Any]]) -> int:
         """See Softmax.best."""
@@ -162,9 +161,5 @@ class PreparedSoftmax:
         return rows.ids[self._row, :count].copy(), rows.weights[self._row, :count]
 
     def _is_of(self, logits: NDArray[np.floating[Any]], temperature: float) -> bool:
-        """Whether the row is the one that was prepared: some wrappers of engines change logits afterwards."""
-        return (
-            temperature == self._wanted.temperature
-            and address(logits) == self._own
-            and len(logits) == self._softmax.size
-        )
+        """Whether the row is the one that was prepared, and no copy that somebody may have changed."""
+        return temperature == self._wanted.temperature and logits.base is self._rows.logits

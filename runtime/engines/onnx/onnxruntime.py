@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from ....models import bindings
 from ....models.errors import EngineError
 from ....plugins.installation import install
-from ..base import EngineSpec, ForwardOutput, KVCache, SoloEngine, TokenBatch, check_cache, closed_error
+from ..base import EngineSpec, ForwardOutput, KVCache, Runner, TokenBatch, check_cache, closed_error
 from ..cache import StackedKVCache
 from ..feeds import feed, output_of
 from ..layout import PassShape, axis_sizes, check_growth
@@ -95,7 +95,7 @@ class OnnxRuntimeKVCache(StackedKVCache):
         del self.buffer, self._values, self._passes
 
 
-class OnnxRuntimeEngine(SoloEngine):
+class OnnxRuntimeEngine(Runner):
     """One exported graph in one ONNX Runtime session. With the CPU provider all arrays are in host memory. With the
     CUDA provider caches lie on the GPU (`device.py`)."""
 

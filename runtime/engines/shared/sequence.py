@@ -38,7 +38,7 @@ class PooledKVCache:
         kept = len(slots)
         if kept and not 0 <= min(slots) <= max(slots) < self.speculative:
             raise EngineError(f"slots {list(slots)} were not computed; {self.speculative} speculative rows exist")
-        in_place = [*slots] == [*range(kept)]
+        in_place = slots == range(kept) or [*slots] == [*range(kept)]
         accepted = self.speculative_slots[:kept] if in_place else self._gather(slots)
         prefixes = self._pool.prefixes
         if prefixes is None:
