@@ -22,7 +22,7 @@ from dynamo.llm.exceptions import EngineShutdown, InvalidArgument, Unknown
 
 from draftwood import SamplingParams
 from draftwood.models.errors import ConfigError, DraftwoodError, RequestError
-from draftwood.runtime.decoding.loop import MAX_RUNNING
+from draftwood.runtime.decoding.scheduler import MAX_RUNNING
 from draftwood.runtime.requests.async_llm import MAX_WAITING, AsyncLLM, ShutdownError
 
 SERVED = {field.name for field in fields(SamplingParams)}
