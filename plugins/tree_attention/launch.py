@@ -1,18 +1,17 @@
-"""Launches the kernel by Triton: on torch's CUDA tensors, or in Triton's interpreter on host memory.
+"""Launches the kernel by Triton on torch's CUDA tensors.
 
 Importing this file needs torch and Triton.
 """
 
 from __future__ import annotations
 
-import ctypes
 import functools
 
 import torch
 from torch import Tensor
 
 from . import kernel
-from .operands import Argument, Operands, Pointer, Strides, arguments
+from .operands import Operands, Strides, arguments
 from .plan import COMBINE_OPTIONS, LaunchPlan, Shape, plan_launch, power_of_two
 
 DTYPES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
@@ -98,35 +97,3 @@ class TorchLauncher:
         kernel.tree_attention[plan.grid](*attention, **variant.constants, **options)
         if plan.num_splits > 1:
             kernel.combine_splits[plan.combine_grid](*combine, **variant.combine_constants, **COMBINE_OPTIONS)
-
-
-class InterpreterLauncher:
-    """Runs the kernel in Triton's interpreter on host memory, without a GPU. Set TRITON_INTERPRET=1 before this file is
-    imported.
-
-    bf16 is not supported: the interpreter of Triton 3.9 multiplies its bit patterns as if they were integers.
-    """
-
-    def __init__(self, multiprocessors: int = 1) -> None:
-        self.multiprocessors = multiprocessors
-
-    def launch(self, plan: LaunchPlan, operands: Operands, scale: float, stream: int) -> None:
-        """See Launcher.launch; runs at once and ignores the stream. Raises ValueError for bf16."""
-        if plan.variant.dtype == "bf16":
-            raise ValueError("Triton's interpreter cannot multiply bf16: take fp16 or fp32")
-        attention, combine = arguments(plan, operands, scale)
-        kernel.tree_attention[plan.grid](*map(host_tensor, attention), **plan.variant.constants)
-        if plan.num_splits > 1:
-            kernel.combine_splits[plan.combine_grid](*map(host_tensor, combine), **plan.variant.combine_constants)
-
-
-def host_tensor(argument: Argument) -> Tensor | int | float:
-    """A torch tensor at a host address. The interpreter accepts only tensors, and uses only their address and dtype."""
-    if not isinstance(argument, Pointer):
-        return argument
-    types = {name: dtype for dtype, name in DTYPES.items()} | {"i32": torch.int32, "u8": torch.uint8}
-    dtype = types[argument.dtype]
-    if not argument.address:
-        return torch.empty(1, dtype=dtype)
-    memory = (ctypes.c_char * dtype.itemsize).from_address(argument.address)
-    return torch.frombuffer(memory, dtype=dtype)

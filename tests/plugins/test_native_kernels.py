@@ -9,6 +9,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from native_parts import PRECISIONS, Packed, kernels
+from native_reference import linear, linear_halves, rounded, rounded_halves
 from numpy.typing import NDArray
 
 from draftwood.plugins.native import library as library_module
@@ -17,7 +18,6 @@ from draftwood.plugins.native.compile import CompilerError, compile_kernels, com
 from draftwood.plugins.native.library import NativeLibrary, address
 from draftwood.plugins.native.packing import LEAST_HALF, alternated, code_panels, pair_panels, panels
 from draftwood.plugins.native.processor import KernelError
-from draftwood.plugins.native.reference import linear, linear_halves, rounded, rounded_halves
 
 few = settings(max_examples=8)
 

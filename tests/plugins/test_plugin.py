@@ -40,7 +40,7 @@ def library(dtype: str = "fp16") -> KernelLibrary:
 
 
 def interpreter_launcher(content: bytes) -> Launcher:
-    from draftwood.plugins.tree_attention.launch import InterpreterLauncher
+    from interpreter import InterpreterLauncher
 
     assert KernelLibrary.from_bytes(content) == library()
     return InterpreterLauncher(CASE.multiprocessors)

@@ -143,7 +143,7 @@ def workspace(layout: LaunchPlan, device: str = "cpu") -> torch.Tensor | None:
 
 def interpreted(case: Case) -> NDArray[np.float32]:
     """The kernel's output in Triton's interpreter; call it in a worker of `interpreter`."""
-    from draftwood.plugins.tree_attention.launch import InterpreterLauncher
+    from interpreter import InterpreterLauncher
 
     launcher, tensors = InterpreterLauncher(case.multiprocessors), case.tensors()
     layout = plan_launch(tensors.shape(), launcher.multiprocessors)

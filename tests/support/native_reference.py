@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from .packing import LEAST_HALF, PAIR_BLOCK
+from draftwood.plugins.native.packing import LEAST_HALF, PAIR_BLOCK
 
 
 class Rounded(NamedTuple):
