@@ -173,9 +173,8 @@ def from_sentencepiece(folder: Path) -> TokenizerJson:
     model = read_sentencepiece(folder / SENTENCEPIECE)
     tokenizer = tokenizer_of(model._replace(prefix=model.prefix and prefix, once=not legacy))
     added = added_tokens(folder, settings)
-    tokenizer.add_tokens(
-        [added[index] for index in sorted(added)]
-    )  # together: each call takes a time that grows with all
+    # Together: each call takes a time that grows with the number of all.
+    tokenizer.add_tokens([added[index] for index in sorted(added)])
     for index, token in sorted(added.items()):
         if tokenizer.token_to_id(token.content) != index:
             raise other_model(folder, token.content, index, f"{SENTENCEPIECE} has {len(model.pieces)} pieces")

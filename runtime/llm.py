@@ -29,7 +29,7 @@ from .decoding.stats import SpecDecodeStats
 from .engines.backends import describe_backend, slot_bytes
 from .engines.base import Engine
 from .engines.shared.memory import CacheBudget, cache_budget, check_text_memory
-from .engines.shared.pool import PooledEngine
+from .engines.shared.pool import PooledEngine, pools_over
 from .prepared import Prepared
 from .prompt import PromptType, check_prompt, is_batch, plain_prompt, too_long_error
 from .sampling.params import SamplingParams
@@ -129,7 +129,7 @@ class LLM:
         try:
             scheduler = self._idle.pop()
         except IndexError:  # not checked before: another thread could take the last one in between
-            scheduler = self._opened(1, 0, CacheBudget(None, self.target.spec.capacity, self.target.spec.max_width))
+            scheduler = self.scheduler(1, slots=CacheBudget(None, self.target.spec.capacity, 0))
         try:
             request = self.request(prompt, sampling_params, scheduler, observe, speculative)
         except BaseException:
@@ -250,8 +250,7 @@ class LLM:
 
     def warm_up(self) -> list[Callable[[], None]]:
         """Steps that prepare the engines for a first request, to be called in order. None for engines on a CPU."""
-        own = (engine for engine in (self.target, self.draft) if engine is not None)
-        return [step for engine in own for step in engine.warm_up()]
+        return [step for engine in self._engines for step in engine.warm_up()]
 
     @property
     def costs(self) -> CostModel:
@@ -266,39 +265,26 @@ class LLM:
         kv_cache_bytes: int | None = None,
         prefix_cache_slots: int = 0,
         max_pause_ms: float | None = None,
+        slots: CacheBudget | None = None,
     ) -> Scheduler[StreamChunk]:
         """A scheduler over the engines, for up to `max_running` requests at a time. They share passes where the backend
         allows it. The caller closes it before the LLM.
 
         kv_cache_bytes: see `cache_budget`. prefix_cache_slots: see PooledEngine.share_prefixes; 0: requests share no
-        rows. max_pause_ms: see PrefillLimit; None: texts wait for prompts as long as it takes. Raises ConfigError when
+        rows. max_pause_ms: see PrefillLimit; None: texts wait for prompts as long as it takes. slots:
+        for the caches of all requests; None: by the memory. Raises ConfigError when
         the memory suffices for no request.
         """
         prefill = None if max_pause_ms is None else PrefillLimit(self.costs, max_pause_ms)
-        slots = CacheBudget(None, self.target.spec.capacity, self.target.spec.max_width)
+        target, draft, pools = self.target, self.draft, list[PooledEngine]()
+        if slots is None:
+            slots = CacheBudget(None, target.spec.capacity, target.spec.max_width)
+            if self.is_pooled:
+                slots = cache_budget([engine.spec for engine in self._engines], kv_cache_bytes, self._provider)
         if self.is_pooled:
-            specs = [engine.spec for engine in (self.target, self.draft) if engine is not None]
-            slots = cache_budget(specs, kv_cache_bytes, self._provider)
-        return self._opened(max_running, max_waiting, slots, prefill, prefix_cache_slots)
-
-    def _opened(
-        self,
-        max_running: int,
-        max_waiting: int,
-        slots: CacheBudget,
-        prefill: PrefillLimit | None = None,
-        prefix_cache_slots: int = 0,
-    ) -> Scheduler[StreamChunk]:
-        """See `scheduler`. slots: for the caches of all requests."""
-        target, draft, pools, drafts = self.target, self.draft, list[Engine](), DraftBudget(Drift(self.costs))
-        if self.is_pooled:
-            for engine in (target, draft) if draft is not None else (target,):
-                full = max_running * engine.spec.capacity
-                pool = PooledEngine(engine, full if slots.allocated is None else min(full, slots.allocated))
-                if prefix_cache_slots:
-                    pool.share_prefixes(prefix_cache_slots)
-                pools.append(pool)
+            pools = pools_over(self._engines, max_running, slots.allocated, prefix_cache_slots)
             target, draft = pools[0], pools[1] if len(pools) > 1 else None
+        drafts = DraftBudget(Drift(self.costs))
         return Scheduler(max_running, max_waiting, target, draft, pools, slots, prefill, drafts)
 
     @property
@@ -315,8 +301,11 @@ class LLM:
     @property
     def kv_cache_bytes(self) -> int:
         """The bytes of one request's caches when they are full."""
-        specs = [each.spec for each in (self.target, self.draft) if each is not None]
-        return sum(spec.capacity * slot_bytes(spec) for spec in specs)
+        return sum(engine.spec.capacity * slot_bytes(engine.spec) for engine in self._engines)
+
+    @property
+    def _engines(self) -> list[Engine]:
+        return [self.target] if self.draft is None else [self.target, self.draft]
 
     def close(self) -> None:
         """Close the engines, and end the processes of chat template and grammars."""
@@ -324,9 +313,8 @@ class LLM:
         self.grammars.close()
         for scheduler in self._idle:
             scheduler.close()
-        self.target.close()
-        if self.draft is not None:
-            self.draft.close()
+        for engine in self._engines:
+            engine.close()
 
     def __enter__(self) -> LLM:
         return self

@@ -5,7 +5,6 @@ python -m benchmarks.costs.host_time bundles/demo bundles/demo-native --output b
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
@@ -42,8 +41,9 @@ SETTINGS: dict[str, dict[str, Any]] = {
 REPEATS = 7
 
 
-def time_rounds(bundle: EngineBundle) -> Iterator[tuple[str, str, float]]:
-    """Configuration, setting and milliseconds per round, REPEATS times for each."""
+def measure(bundle: EngineBundle) -> dict[str, dict[str, float]]:
+    """Median milliseconds per round, by configuration and setting."""
+    found: dict[str, dict[str, list[float]]] = {name: {setting: [] for setting in SETTINGS} for name in CONFIGS}
     target, draft = bundle.open_engine(TARGET), bundle.open_draft()
     prompt = Tokenizer.load(bundle.folder).encode(PROMPT)
     longest = bundle.manifest.max_length
@@ -56,14 +56,7 @@ def time_rounds(bundle: EngineBundle) -> Iterator[tuple[str, str, float]]:
                 for _ in decoder.generate(prompt, sampler, seeded_streams(repeat), stats):
                     pass
                 if repeat:  # the first run binds buffers
-                    yield name, setting, 1e3 * stats.host_seconds / stats.target_passes
-
-
-def measure(bundle: EngineBundle) -> dict[str, dict[str, float]]:
-    """Median milliseconds per round, by configuration and setting."""
-    found: dict[str, dict[str, list[float]]] = {name: {setting: [] for setting in SETTINGS} for name in CONFIGS}
-    for name, setting, milliseconds in time_rounds(bundle):
-        found[name][setting].append(milliseconds)
+                    found[name][setting].append(1e3 * stats.host_seconds / stats.target_passes)
     return {name: {setting: round(median(values), 4) for setting, values in row.items()} for name, row in found.items()}
 
 

@@ -38,6 +38,7 @@ from draftwood.runtime.engines.static.cuda import CudaDevice
 from draftwood.runtime.engines.static.device import Stream
 from draftwood.runtime.engines.static.engine import StaticEngine
 from draftwood.runtime.engines.static.rounds import StaticRounds
+from draftwood.runtime.sampling import random
 from draftwood.runtime.sampling.random import seeded_streams
 from draftwood.runtime.sampling.sampler import Sampler
 from draftwood.runtime.text.tokenizer import Tokenizer
@@ -260,17 +261,19 @@ def find_difference(first: Sequence[int], second: Sequence[int]) -> int:
 
 def check_drawn(count: int, draws: int, params: SamplingParams = DRAWN, queue: Queue | None = None) -> Findings:
     """Check rounds on the device at temperature 1: with the same random numbers they write the texts of the host's
-    rounds, but for rounding; and many first tokens have the distribution of the target's logits."""
+    rounds, but for rounding; and many first tokens have the distribution of the target's logits. The device draws a
+    token with one number; streams, which take two above a block of tokens, do so here."""
     pair, figures, on_device = open_demo("fp32", queue), dict[str, Any](), 0
     for name, config in CONFIGS.items():
         decoder, parted = TextDecoder(pair, config), []
         for seed, prompt in enumerate(read_demo_prompts(count)):
             own = replace(params, seed=seed)
-            with counted_rounds() as rounds:
-                found = decoder.decode(prompt, own).token_ids
-            on_device += rounds.call_count
-            with rounds_of_the_host():
-                parted.append(find_difference(found, decoder.decode(prompt, own).token_ids))
+            with mock.patch.object(random, "BLOCK", pair.target.spec.model.vocab_size):
+                with counted_rounds() as rounds:
+                    found = decoder.decode(prompt, own).token_ids
+                on_device += rounds.call_count
+                with rounds_of_the_host():
+                    parted.append(find_difference(found, decoder.decode(prompt, own).token_ids))
         whole = sum(each == params.max_tokens for each in parted)
         require(2 * whole > count, f"{name}: texts by the device's and the host's rounds part at tokens {parted}")
         chance, rounds_drawn = chance_of_draws(pair, config, draws)

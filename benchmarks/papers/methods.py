@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from rich.progress import track
@@ -42,17 +42,9 @@ RATIOS = (0.2, 0.02, 0.005)
 WIDTH = 8
 RANKS = 8  # children of a node; Sequoia's tree is computed from the acceptance of each
 RESAMPLES = 1000
-
-
-class Counts(NamedTuple):
-    """Tokens and passes of one configuration on one prompt."""
-
-    tokens: int
-    target_passes: int
-    draft_passes: int
-    drafted: int  # tokens the draft scored or proposed
-    proposed: int
-    accepted: int
+COUNTS = (
+    "num_tokens", "target_passes", "draft_passes", "draft_rows", "num_draft_tokens", "num_accepted_tokens"
+)  # fmt: skip
 
 
 class RankRecorder(SpeculativeDecoder):
@@ -83,19 +75,9 @@ class PairBenchmark:
                 pass
             yield stats
 
-    def run(self, config: SpeculativeConfig, temperature: float) -> list[Counts]:
+    def run(self, config: SpeculativeConfig, temperature: float) -> list[SpecDecodeStats]:
         decoder = SpeculativeDecoder(*self.engines, config, self.bundle.manifest.max_length, ())
-        return [
-            Counts(
-                stats.num_tokens,
-                stats.target_passes,
-                stats.draft_passes,
-                stats.draft_rows,
-                stats.num_draft_tokens,
-                stats.num_accepted_tokens,
-            )
-            for stats in self.decode(decoder, temperature)
-        ]
+        return list(self.decode(decoder, temperature))
 
     def acceptance_by_rank(self, temperature: float) -> list[float]:
         """Share of rounds in which the first, second, ... drawn child of the root was accepted."""
@@ -146,9 +128,9 @@ def make_configurations(budget: int, acceptance: Sequence[float], head: bool) ->
     return found
 
 
-def summarise(counts: Sequence[Counts]) -> dict[str, Any]:
+def summarise(texts: Sequence[SpecDecodeStats]) -> dict[str, Any]:
     """Rates over all prompts, with a 95 % bootstrap interval over prompts for the tokens per target pass."""
-    table = np.array(counts, np.float64)
+    table = np.array([[getattr(stats, name) for name in COUNTS] for stats in texts], np.float64)
     tokens, target, draft, drafted, proposed, accepted = table.sum(0)
     low = high = tokens / target
     if len(table) > 1:  # one prompt says nothing about others

@@ -31,14 +31,13 @@ from scipy.special import log_softmax
 
 from benchmarks.precision.llama_cpp import FORMATS as PEER_FORMATS
 from benchmarks.precision.llama_cpp import Complete, Decoded, Divergence, LlamaCpp
-from benchmarks.precision.quality import score_chunks
 from benchmarks.precision.texts import SCORED, WINDOW, Texts, read_texts
 from benchmarks.tools.record import add_output, make_parser, write_results
 from draftwood.cli.main import main as draftwood
 from draftwood.models.bindings import TARGET
 from draftwood.runtime.bundle.bundle import EngineBundle
 from draftwood.runtime.engines.backends import bits_of_weight
-from draftwood.runtime.engines.base import Engine
+from draftwood.runtime.engines.base import Engine, TokenBatch
 from draftwood.runtime.engines.passes import causal_batch, prefill
 
 EXACT, CALIBRATED = "fp32", "int4 calibrated"
@@ -117,8 +116,15 @@ def add_divergences(settings: Settings, names: Sequence[str], figures: Figures) 
 
 def logprobs(engine: Engine, window: list[int]) -> NDArray[np.float32]:
     """Log-probabilities [scored, V] of the tokens after the scored ones of a window."""
-    logits = np.concatenate(list(score_chunks(engine, engine.new_cache(), window)))
-    return np.asarray(log_softmax(logits[SCORED], axis=-1), np.float32)
+    cache, logits, width = engine.new_cache(), list[NDArray[np.float32]](), engine.spec.max_width
+    for start in range(0, len(window), width):
+        chunk = window[start : start + width]
+        rows = len(chunk)
+        mask, positions = np.tri(rows, dtype=np.bool_), np.arange(start, start + rows)
+        batch = TokenBatch.pad(chunk, positions, mask, engine.spec.width_for(rows))
+        logits.append(engine.score(batch, cache).logits[:rows].copy())
+        cache.commit(range(rows))
+    return np.asarray(log_softmax(np.concatenate(logits)[SCORED], axis=-1), np.float32)
 
 
 def score(exact: NDArray[np.float32], own: NDArray[np.float32], window: list[int]) -> Divergence:

@@ -1,6 +1,6 @@
 """Rewrite a trained checkpoint in the shape of a real LLaMA, so that it computes the same function.
 
-    python -m benchmarks.tools.inflate --checkpoint models/demo/target --shape 1.1b --output inflated/target
+    python -m benchmarks.tools.inflate --checkpoint models/demo/target --shape 110m --output inflated/target
 
 A small model has unrealistic costs, and a random one an unrealistic acceptance. The result has the acceptance of the
 trained model and the costs of the real shape, in files that every peer loads. Where the shape is larger, weights are
@@ -27,7 +27,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from zlib import crc32
 
-import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 from rich.progress import track
@@ -35,19 +34,13 @@ from safetensors.numpy import save_file
 
 from benchmarks.tools.record import make_parser
 from draftwood.builder.checkpoints.checkpoint import Checkpoint
-from draftwood.builder.checkpoints.safetensors import INDEX
 from draftwood.builder.checkpoints.source import read_json
 from draftwood.models.config import LlamaConfig
 from draftwood.models.errors import CheckpointError, ConfigError, DraftwoodError
 from draftwood.models.layers import Network, network_of, num_parameters
 from draftwood.runtime.bundle.staging import staging_folder
 
-NUMPY_DTYPES: dict[str, np.dtype[Any]] = {
-    "fp32": np.dtype(np.float32),
-    "fp16": np.dtype(np.float16),
-    "bf16": np.dtype(ml_dtypes.bfloat16),
-}
-SHARD_BYTES = 512_000_000  # of a file; memory holds one shard and one tensor in fp32
+WEIGHTS = "model.safetensors"
 COPIED = ("generation_config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json", "chat_template*")
 # Kinds of axes. READ, WRITE: the axis reads or writes the residual stream.
 READ, WRITE, QUERY, KV, INNER, VOCABULARY = "read", "write", "query", "kv", "inner", "vocabulary"
@@ -76,7 +69,6 @@ class InflatedShape:
 SHAPES = {
     "110m": InflatedShape(768, 2048, 12, 768, 768),
     "1.1b": InflatedShape(2048, 5632, 22, 2048, 256),  # TinyLlama
-    "7b": InflatedShape(4096, 11008, 32, 4096, 4096),  # LLaMA 2
 }
 
 
@@ -88,19 +80,12 @@ class Placement(NamedTuple):
 
 
 class Inflation:
-    """A checkpoint in another shape. Raises ConfigError when it does not fit.
+    """A checkpoint in another shape. Raises ConfigError when it does not fit. config: the result's."""
 
-    dtype: of the result, a key of NUMPY_DTYPES; None keeps the source's. config: the result's.
-    """
-
-    def __init__(self, source: Checkpoint, shape: InflatedShape, dtype: str | None = None, seed: int = 0) -> None:
-        self.source, self.seed = source, seed
+    def __init__(self, source: Checkpoint, shape: InflatedShape) -> None:
+        self.source = source
         refuse_misfit(source.config, shape)
         narrow = network_of(source.config)
-        # The dtype of k_proj of the first layer is taken for the checkpoint's.
-        self.dtype: np.dtype[Any] = (
-            NUMPY_DTYPES[dtype] if dtype else source.tensor(narrow.layers[0].qkv.weights[1]).dtype
-        )
         copies = count_residual_copies(source.config.hidden_size, shape.hidden_size)
         share = copies * source.config.hidden_size / shape.hidden_size
         self.norm_gain = math.sqrt(share)
@@ -112,8 +97,6 @@ class Inflation:
             "num_key_value_heads": shape.kv_size // source.config.head_dim,
             "head_dim": source.config.head_dim,
             "rms_norm_eps": source.config.norm_eps * share,
-            "dtype": self.dtype.name,
-            "torch_dtype": self.dtype.name,
         }
         self.config = LlamaConfig.from_hf(self.fields)
         wide = network_of(self.config)
@@ -126,33 +109,23 @@ class Inflation:
         }
         self._placements = place_axes(source.config, self.config, copies)
 
-    @property
-    def num_bytes(self) -> int:
-        return sum(map(self.bytes_of, self.shapes))
-
-    def bytes_of(self, name: str) -> int:
-        return math.prod(self.shapes[name]) * self.dtype.itemsize
-
     def tensor(self, name: str) -> NDArray[Any]:
-        """One tensor of the result; equal seeds give equal tensors. Raises CheckpointError when the source's tensor is
-        damaged or too large for the dtype."""
+        """One tensor of the result, in the dtype of the source's and always the same. Raises CheckpointError when that
+        one is damaged."""
         twin, norm = self._twins.get(name, name), name not in self._axes
-        weight = self.source.tensor(twin).astype(np.float32)
-        with np.errstate(over="ignore"):
-            fits = np.isfinite(np.abs(weight).max().astype(self.dtype))
-        if not fits:
-            raise CheckpointError(f"tensor {twin} is too large for {self.dtype.name}: choose --dtype bf16 or fp32")
+        own = self.source.tensor(twin)
+        weight = own.astype(np.float32)
         shape, axes = self.shapes[name], self._axes.get(name, (READ,))
         result = np.zeros(shape, np.float32)
         if not norm:
-            draws = np.random.default_rng((self.seed, crc32(name.encode()))).standard_normal(shape, np.float32)
+            draws = np.random.default_rng(crc32(name.encode())).standard_normal(shape, np.float32)
             # Zeros of random signs: OpenVINO stores equal matrices only once, and would read less than other peers.
             result = np.copysign(result, draws) if WRITE in axes else draws * np.sqrt(np.square(weight).mean())
         if norm or twin == name:
             places = [self._placements[axis] for axis in axes]
             source = weight[np.ix_(*(place.taken for place in places))]
             result[np.ix_(*(place.placed for place in places))] = source * self.norm_gain if norm else source
-        return result.astype(self.dtype, copy=False)
+        return result.astype(own.dtype, copy=False)
 
 
 def name_axes(network: Network) -> dict[str, tuple[str, ...]]:
@@ -238,37 +211,18 @@ def place_axes(source: LlamaConfig, result: LlamaConfig, copies: int) -> dict[st
 
 
 def write_inflated(inflation: Inflation, output: Path) -> None:
-    """Write the result's folder, or nothing: configuration, tokenizer and shards.
+    """Write the result's folder, or nothing: configuration, tokenizer and weights.
 
     Raises CheckpointError when `output` exists or a tensor cannot be made.
     """
     if output.exists():
         raise CheckpointError(f"{output} exists: choose another --output, or remove it yourself")
-    shards = split_shards(inflation)
-    weight_map: dict[str, str] = {}
-    with staging_folder(output, INDEX, CheckpointError) as staging:
+    with staging_folder(output, WEIGHTS, CheckpointError) as staging:
         for file in (file for pattern in COPIED for file in inflation.source.path.glob(pattern)):
             shutil.copyfile(file, staging / file.name)
-        for index, names in enumerate(track(shards, "Inflating"), 1):
-            shard = f"model-{index:05}-of-{len(shards):05}.safetensors"
-            save_file({name: inflation.tensor(name) for name in names}, staging / shard, metadata={"format": "pt"})
-            weight_map |= dict.fromkeys(names, shard)
-        index_fields = {"metadata": {"total_size": inflation.num_bytes}, "weight_map": weight_map}
-        for name, fields in (("config.json", inflation.fields), (INDEX, index_fields)):
-            (staging / name).write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
-
-
-def split_shards(inflation: Inflation) -> list[list[str]]:
-    """Names of tensors in order, in groups of at most SHARD_BYTES, or of a single larger tensor."""
-    shards: list[list[str]] = [[]]
-    size = 0
-    for name in inflation.shapes:
-        if shards[-1] and size + inflation.bytes_of(name) > SHARD_BYTES:
-            shards.append([])
-            size = 0
-        shards[-1].append(name)
-        size += inflation.bytes_of(name)
-    return shards
+        tensors = {name: inflation.tensor(name) for name in track(inflation.shapes, "Inflating")}
+        save_file(tensors, staging / WEIGHTS, metadata={"format": "pt"})
+        (staging / "config.json").write_text(json.dumps(inflation.fields, indent=2) + "\n", encoding="utf-8")
 
 
 def main() -> None:
@@ -276,11 +230,9 @@ def main() -> None:
     parser.add_argument("--checkpoint", type=Path, required=True, help="a LLaMA's Hugging Face folder")
     parser.add_argument("--shape", choices=SHAPES, required=True)
     parser.add_argument("--output", type=Path, required=True, help="the folder to write, which must not exist")
-    parser.add_argument("--dtype", choices=NUMPY_DTYPES, help="of the weights; the checkpoint's own if not given")
-    parser.add_argument("--seed", type=int, default=0, help="of the random weights")
     args = parser.parse_args()
     try:
-        inflation = Inflation(Checkpoint(args.checkpoint), SHAPES[args.shape], args.dtype, args.seed)
+        inflation = Inflation(Checkpoint(args.checkpoint), SHAPES[args.shape])
         write_inflated(inflation, args.output)
     except DraftwoodError as error:
         parser.error(str(error))

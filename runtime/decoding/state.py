@@ -60,8 +60,8 @@ class RequestState:
         self.match = NO_MATCH
         self.calibration = None if config is None else config.calibration(self.greedy)
         self.scoring = Stopwatch()  # of the target's passes
-        # The rules of the latest plan: a plan mostly holds for several rounds.
-        self._ruled: tuple[RoundPlan | None, Rules] | None = None
+        # By a plan's limits. A plan mostly holds for several rounds.
+        self._rules: dict[tuple[int, int, bool, bool] | None, Rules] = {}
         self._endings = {*params.stop_token_ids, *(() if params.ignore_eos else eos)}
 
     @property
@@ -71,9 +71,11 @@ class RequestState:
 
     def rules_of(self, config: SpeculativeConfig, plan: RoundPlan | None) -> Rules:
         """The rules of a configuration within a plan's limits."""
-        if self._ruled is None or self._ruled[0] is not plan:
-            self._ruled = plan, config.rules_within(plan, self.greedy)
-        return self._ruled[1]
+        limits = None if plan is None else (plan.depth, plan.size, plan.chain, plan.chosen)
+        rules = self._rules.get(limits)
+        if rules is None:
+            rules = self._rules[limits] = (config if plan is None else config.within(plan)).rules(self.greedy)
+        return rules
 
     def look_up(self, most: int) -> list[int]:
         """What a prompt lookup finds: up to `most` tokens, as far as the structured output allows them."""

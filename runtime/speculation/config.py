@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from typing import NamedTuple
 
 from ...models.bindings import TOP_COLUMNS
@@ -42,15 +41,6 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "budget": bounds.BUDGETS,
     "lookups": bounds.LOOKUPS,
 }
-
-
-class Limits(NamedTuple):
-    """Of a plan, see RoundPlan."""
-
-    depth: int
-    size: int
-    chain: bool
-    chosen: bool
 
 
 class Rules(NamedTuple):
@@ -216,10 +206,6 @@ class SpeculativeConfig:
         """The most nodes that the draft scores in one round."""
         return max(sum(self._kind.rows(self._limits(), greedy)) for greedy in (False, True))
 
-    def grower(self, greedy: bool, max_depth: int, estimate: Estimate = uncorrected) -> Grower:
-        """The grower of one round: at most `max_depth` deep; `estimate` gives the values of tokens."""
-        return self.rules(greedy).grower(max_depth, estimate)
-
     def rules(self, greedy: bool) -> Rules:
         """What its rounds need, computed once for many of them."""
         limits, make = self._limits(), self._kind.choose if greedy else self._kind.draw
@@ -230,11 +216,6 @@ class SpeculativeConfig:
 
         known = self.chooses(greedy), self.ranks(greedy), self.round_shape(greedy)
         return Rules(*known, self.max_tokens, self.verifier(greedy), grower, self.stopper)
-
-    def rules_within(self, plan: RoundPlan | None, greedy: bool) -> Rules:
-        """The same within a plan's limits, if there is one; cached for all requests."""
-        limits = None if plan is None else Limits(plan.depth, plan.size, plan.chain, plan.chosen)
-        return rules_within(self, limits, greedy)
 
     def round_shape(self, greedy: bool) -> RoundShape | None:
         """The shape of all proposals, where they are those of `BestFirst` alone, drawn chains or trees of
@@ -298,7 +279,7 @@ class SpeculativeConfig:
         either = self.grow == AUTO and self.merge == "none" and not self.lookup_ngram
         return Shapes(tuple(sorted(sizes)), depth, self.frontier_width, either, self.max_given)
 
-    def within(self, plan: RoundPlan | Limits) -> SpeculativeConfig:
+    def within(self, plan: RoundPlan) -> SpeculativeConfig:
         """The same configuration with a plan's limits. A shape that the settings fix keeps its size."""
         if self.shaped or not self.drafts:
             return self
@@ -360,9 +341,3 @@ class SpeculativeConfig:
         size, depth, width = self.max_total_draft_tokens, self.max_draft_len, self.frontier_width
         tau, shares = self.merge_ngram - 1 if self.merge == "gsd" else None, (self.sibling_share, self.leaf_share)
         return Growth(size, depth, width, shape, tau, self.draft_threshold, *shares, self.key == "head", estimate)
-
-
-@lru_cache(maxsize=256)
-def rules_within(config: SpeculativeConfig, limits: Limits | None, greedy: bool) -> Rules:
-    """See SpeculativeConfig.rules_within."""
-    return (config if limits is None else config.within(limits)).rules(greedy)

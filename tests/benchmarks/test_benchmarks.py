@@ -32,9 +32,9 @@ def test_a_comparison_counts_what_happened(tiny_bundle: Path) -> None:
     acceptance = bench.acceptance_by_rank(1.0)
     assert len(acceptance) == RANKS and 0 <= sum(acceptance) <= 1
     for config in make_configurations(8, acceptance, head=False).values():
-        counts = bench.run(config, 0.6)
-        assert [count.tokens for count in counts] == [6, 6]
-        row = summarise(counts)
+        texts = bench.run(config, 0.6)
+        assert [text.num_tokens for text in texts] == [6, 6]
+        row = summarise(texts)
         assert 1 <= row["tokens_per_target_pass"] <= 6 and row["verification_rate"] <= 1
 
 

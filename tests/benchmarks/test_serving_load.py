@@ -14,8 +14,7 @@ from fake_aiperf import FIRST_MS, PER_TOKEN_MS, Sent
 
 from benchmarks.load.serving import run
 from benchmarks.load.serving.aiperf import AIPerf, LoadResult, MeasuredAnswer, read_load
-from benchmarks.load.serving.figures import ServerKey, ServerRow, summarise
-from benchmarks.load.serving.report import COLUMNS, to_markdown
+from benchmarks.load.serving.figures import COLUMNS, ServerKey, ServerRow, summarise, to_markdown
 from benchmarks.load.serving.servers import LLAMA_CPP, OURS, Server, prepare_llama_cpp, running
 from benchmarks.peers.process import PeerError
 from benchmarks.peers.protocol import PLAIN, PeerOptions

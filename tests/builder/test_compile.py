@@ -228,19 +228,12 @@ def test_profiles_span_rows_columns_and_scored_rows() -> None:
     assert tuple(profiles(options(max_batch=8, plugin=True))[0]["sequences"]) == ((8, 4), (8, 4), (8, 4))
 
 
-def test_the_workspace_limit_reaches_the_builder() -> None:
+def test_the_builder_has_the_workspace_limit_and_a_plan_allocates_nothing_while_it_runs() -> None:
     trt = tensorrt_builder.tensorrt_module("tensorrt-rtx")
     with tensorrt_builder.polygraphy("tensorrt-rtx"):
         builder = trt.Builder(tensorrt_logger("tensorrt-rtx"))
         chosen = compile_module.config(trt, options(workspace=3), None)(builder, None)
         assert chosen.get_memory_pool_limit(trt.MemoryPoolType.WORKSPACE) == 3 << 20
-
-
-def test_a_plan_of_rtx_allocates_nothing_while_it_runs() -> None:
-    trt = tensorrt_builder.tensorrt_module("tensorrt-rtx")
-    with tensorrt_builder.polygraphy("tensorrt-rtx"):
-        builder = trt.Builder(tensorrt_logger("tensorrt-rtx"))
-        chosen = compile_module.config(trt, options(), None)(builder, None)
         assert chosen.get_flag(trt.BuilderFlag.REQUIRE_USER_ALLOCATION)
 
 

@@ -9,7 +9,6 @@ import numpy as np
 import onnx
 import onnxruntime
 import pytest
-import torch
 from bundling import DEMO
 from checkpoints import edit_weights, write_checkpoint
 from hypothesis import assume, example, given, settings
@@ -17,11 +16,8 @@ from hypothesis import strategies as st
 from lowbit import assert_same_bits, greedy_texts, held, in_one_pass, one_by_one, open_engine
 from numpy.typing import NDArray
 from steps import quiet
-from torch.nn.functional import cross_entropy
 from trees import Tree
 
-from benchmarks.precision.quality import compare, make_spec, score_texts
-from benchmarks.tools.torch_engine import TorchEngine
 from draftwood.builder.checkpoints.checkpoint import Checkpoint
 from draftwood.builder.engines import graph
 from draftwood.builder.options import BuildOptions
@@ -34,7 +30,6 @@ from draftwood.models import bindings
 from draftwood.models.config import LlamaConfig
 from draftwood.models.errors import BundleError, CheckpointError, ConfigError
 from draftwood.models.layers import network_of, num_parameters
-from draftwood.models.llama import Llama
 from draftwood.runtime import SpeculativeConfig
 from draftwood.runtime.engines.backends import BLOCKS
 from draftwood.runtime.engines.base import ForwardOutput
@@ -241,20 +236,6 @@ def test_a_size_without_blocks_is_refused_before_anything_is_written(tmp_path: P
 def test_what_cannot_be_built_is_refused_with_the_reason(options: dict[str, str], message: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=message):
         BuildOptions(tmp_path, tmp_path, tmp_path, **options)  # type: ignore[arg-type] # keys are fields
-
-
-def test_the_benchmark_reads_a_text_as_the_model_does() -> None:
-    checkpoint = Checkpoint(DEMO / "draft")
-    texts = [[1, 5, 9, 300], [1, *range(20, 100)]]
-    engine = TorchEngine(checkpoint.tensor, make_spec(checkpoint, bindings.DRAFT, "torch", "fp32"))
-    model = Llama(checkpoint.config, 128)
-    model.load_state_dict({name: torch.from_numpy(array) for name, array in tensors(checkpoint).items()})
-    with torch.inference_mode():
-        logits = [model.full(torch.tensor([text])).logits[0, :-1] for text in texts]
-    labels = torch.tensor([token for text in texts for token in text[1:]])
-    reading = score_texts(engine, texts)
-    assert reading.loss == pytest.approx(cross_entropy(torch.cat(logits), labels).item(), abs=1e-4)
-    assert compare(reading, reading, reading)["acceptance"] == 1.0
 
 
 def test_large_low_bit_weights_stand_beside_the_graph(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -75,9 +75,12 @@ def test_trainings_with_such_a_token_are_refused(folder: Path, tmp_path: Path, m
         distill.write_training_text(options, Checkpoint(folder), quiet, distill.Watch())
 
 
-@pytest.mark.parametrize("both", [False, True])
-def test_the_tokenizer_of_another_model_is_refused(both: bool, tmp_path: Path) -> None:
-    folder = write_tokenizer(write_checkpoint(tmp_path / "folder", vocab_size=270))
-    options = BuildOptions(folder, folder if both else None, tmp_path / "bundle", "native")
+@pytest.mark.parametrize(("size", "draft_size"), [(270, None), (270, 270), (VOCAB_SIZE, 270)])
+def test_the_tokenizer_of_another_model_is_refused(size: int, draft_size: int | None, tmp_path: Path) -> None:
+    target, draft = (
+        None if vocab_size is None else write_tokenizer(write_checkpoint(tmp_path / role, vocab_size=vocab_size))
+        for role, vocab_size in (("target", size), ("draft", draft_size))
+    )
+    assert target is not None
     with pytest.raises(CheckpointError, match=f"has a token {VOCAB_SIZE - 1}, and the model has 270 tokens: they belo"):
-        build(options, quiet)
+        build(BuildOptions(target, draft, tmp_path / "bundle", "native"), quiet)

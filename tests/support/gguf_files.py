@@ -70,11 +70,15 @@ def write_gguf(
     edit(writer)
     for name, array, raw in tensors:
         writer.add_tensor(name, array, raw_dtype=raw)
+    write_all(writer)
+    return file if shards == 1 else file.with_name(f"{file.stem}-00001-of-{shards:05}.gguf")
+
+
+def write_all(writer: gguf.GGUFWriter) -> None:
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    return file if shards == 1 else file.with_name(f"{file.stem}-00001-of-{shards:05}.gguf")
 
 
 def gguf_tensors(

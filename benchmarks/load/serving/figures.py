@@ -11,6 +11,17 @@ import numpy as np
 from benchmarks.load.serving.aiperf import LoadResult
 from benchmarks.load.serving.servers import OURS
 from benchmarks.peers.protocol import PLAIN
+from benchmarks.tools.listing import Line, make_markdown, ratio
+
+COLUMNS = (
+    "tokens/s",
+    "first token ms",
+    "per token ms",
+    "× own plain",
+    "× best other",
+    "tokens per pass",
+    "same text",
+)
 
 
 class ServerKey(NamedTuple):
@@ -81,3 +92,23 @@ def median_throughput_ratio(own: Sequence[LoadResult], other: Sequence[LoadResul
     """Median of the ratios of throughputs within each repeat: a slow phase of the machine affects both sides."""
     pairs = zip(own, other, strict=True)
     return median(run.tokens_per_second / base.tokens_per_second for run, base in pairs)
+
+
+def format_cells(row: ServerRow) -> list[str]:
+    """The cells of COLUMNS; latencies are p50 and p99."""
+    return [
+        f"{row.tokens_per_second:.0f}",
+        f"{row.first_ms_p50:.0f}, {row.first_ms_p99:.0f}",
+        f"{row.per_token_ms_p50:.1f}, {row.per_token_ms_p99:.1f}",
+        *map(ratio, (row.of_plain, row.of_best, row.acceptance_length)),
+        f"{row.same_text:.0%}",
+    ]
+
+
+def to_markdown(rows: Sequence[ServerRow]) -> str:
+    """Groups by concurrency, in the order of the run."""
+    groups: dict[str, list[Line]] = {}
+    for row in rows:
+        line = Line(row.peer, row.method, format_cells(row), row.peer == OURS)
+        groups.setdefault(f"{row.concurrency} at a time", []).append(line)
+    return make_markdown(COLUMNS, groups)

@@ -24,8 +24,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from benchmarks.load.serving.aiperf import AIPerf, LoadResult, find_aiperf, write_inputs
-from benchmarks.load.serving.figures import ServerKey, ServerRow, summarise
-from benchmarks.load.serving.report import to_markdown
+from benchmarks.load.serving.figures import ServerKey, ServerRow, summarise, to_markdown
 from benchmarks.load.serving.servers import (
     LLAMA_CPP,
     OURS,

@@ -333,3 +333,15 @@ def slice_output(output: ForwardOutput, rows: slice) -> ForwardOutput:
         None if output.acceptance is None else output.acceptance[rows],
         output.softmaxes[rows],
     )
+
+
+def pools_over(engines: Sequence[Engine], texts: int, slots: int | None, prefixes: int) -> list[PooledEngine]:
+    """A pool over each of these engines, for so many texts. slots: the most of a pool; None: as many as full texts
+    take. prefixes: see PooledEngine.share_prefixes; 0: texts share no rows."""
+    pools = []
+    for engine in engines:
+        full = texts * engine.spec.capacity
+        pools.append(PooledEngine(engine, full if slots is None else min(full, slots)))
+        if prefixes:
+            pools[-1].share_prefixes(prefixes)
+    return pools

@@ -12,7 +12,7 @@ import pytest
 import torch
 from checkpoints import SHAPES, VOCAB_SIZE, write_checkpoint, write_tokenizer
 from gguf import GGMLQuantizationType as Kind
-from gguf_files import SCALES, edited, random_blocks, write_gguf
+from gguf_files import SCALES, edited, random_blocks, write_all, write_gguf
 
 from draftwood.builder.checkpoints.checkpoint import Checkpoint
 from draftwood.builder.checkpoints.gguf.file import is_read, read
@@ -96,10 +96,7 @@ def test_every_type_is_read_as_the_gguf_package_reads_it(kind: Kind, tmp_path: P
     writer = gguf.GGUFWriter(tmp_path / "one.gguf", "llama")
     writer.add_tensor("first", np.zeros(7, np.float32))
     writer.add_tensor("second", content, raw_dtype=kind)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    write_all(writer)
     tensor = read_header(tmp_path / "one.gguf").tensors["second"]
     assert (tensor.shape, tensor.dtype) == ((5, 3 * block), kind.name)
     with np.errstate(all="ignore"):

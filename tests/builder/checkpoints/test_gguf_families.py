@@ -13,7 +13,7 @@ import pytest
 import torch
 import transformers
 from checkpoints import write_tokenizer
-from gguf_files import write_gguf
+from gguf_files import write_all, write_gguf
 
 from draftwood.builder.checkpoints.checkpoint import Checkpoint
 from draftwood.builder.checkpoints.gguf.config import FAMILIES, config_of
@@ -127,10 +127,7 @@ def test_a_part_of_a_head_may_rotate_in_phi3_alone(tmp_path: Path) -> None:
 def one_tensor(folder: Path) -> Path:
     writer = gguf.GGUFWriter(folder / "one.gguf", "phi3")
     writer.add_tensor("token_embd.weight", np.zeros((8, 32), np.float32))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    write_all(writer)
     return folder / "one.gguf"
 
 

@@ -55,7 +55,7 @@ def scored(
     proposer = DraftProposer(draft, list(PROMPT))
     graph, params = TokenGraph(PROMPT[-1]), SamplingParams(temperature=0 if greedy else 1)
     sampler = Sampler(params, PROMPT, (), VOCABULARY)
-    grower, stream = config.grower(greedy, 64, estimate), seeded_streams(seed).draft
+    grower, stream = config.rules(greedy).grower(64, estimate), seeded_streams(seed).draft
     run(proposer.propose(graph, grower, config.stopper(), sampler, stream))
     assert len(unroll(graph, config.max_tokens, 99)) - 1 <= config.max_tokens
     behind = draft.rows[1:]  # the first pass scores the root
