@@ -199,7 +199,10 @@ class JsonGuard:
         """After a name."""
         assert level is not None and level.names is not None
         if b"\\u007f" in text:
-            text = json.dumps(json.loads(b'"' + text + b'"', strict=False), ensure_ascii=False)[1:-1].encode()
+            name = json.loads(
+                f'"{text.decode(errors="surrogateescape")}"', strict=False
+            )  # it may hold half a character
+            text = json.dumps(name, ensure_ascii=False)[1:-1].encode(errors="surrogateescape")
         if text in level.names:
             return None
         return State(VALUE, Level(level.names | {text}, False, level.around))
