@@ -22,19 +22,15 @@ NOISE = 1e-3  # greatest difference of logits between passes of different widths
 
 
 class AuditReport(NamedTuple):
-    """How a speculative output compares with plain decoding.
-
-    num_tokens: number of equal tokens from the beginning. position: of the first output token that differs; None if
-    none does. speculative_token, plain_token: the tokens at this position; None for an output that has ended.
-    logit_gap: difference of the target's logits for the plain and the speculative token, in plain decoding and after
-    the request's processors; None if one output has ended.
-    """
+    """How a speculative output compares with plain decoding."""
 
     equal: bool
-    num_tokens: int
-    position: int | None = None
-    speculative_token: int | None = None
+    num_tokens: int  # equal tokens from the beginning
+    position: int | None = None  # of the first output token that differs; None if none does
+    speculative_token: int | None = None  # at this position; None for an output that has ended
     plain_token: int | None = None
+    # The target's logit of the plain token minus that of the speculative one, in plain decoding and after the
+    # request's processors; None if one output has ended.
     logit_gap: float | None = None
 
     @property

@@ -18,45 +18,39 @@ ACCEPTED, REJECTED, NOT_SENT = "accepted", "rejected", "not sent"
 
 
 class DraftedNode(NamedTuple):
-    """One node of a round's graph. parent: -1 for the root. draft_prob and target_prob: probabilities of the node's
-    token in its parent's context; None if the draft gave none, or if the target did not score the node. status:
-    "accepted", "rejected", or "not sent" (drafted, but not scored by the target). given: whether the token comes from
-    prompt lookup."""
+    """One node of a round's graph."""
 
     node: int
     token_id: int
     text: str
     depth: int
-    parent: int
-    draft_prob: float | None
-    target_prob: float | None
-    status: str
-    given: bool
+    parent: int  # -1 for the root
+    draft_prob: float | None  # of the token in its parent's context; None if the draft gave none
+    target_prob: float | None  # the same; None if the target did not score the node
+    status: str  # "accepted", "rejected", or "not sent": drafted, but not scored by the target
+    given: bool  # whether the token comes from prompt lookup
 
 
 class MergeEdge(NamedTuple):
-    """A second edge to a node. target_prob: of the node's token in this context; None if the target did not score
-    it."""
+    """A second edge to a node."""
 
     parent: int
     child: int
-    draft_prob: float | None
+    draft_prob: float | None  # of the node's token in this context, as in DraftedNode
     target_prob: float | None
     accepted: bool
 
 
 class ExplainedRound(NamedTuple):
-    """One round. nodes: in creation order, the root first. path: the accepted nodes in order, below the root.
-    own_token: the target's own token after the path, with its probability there. num_tokens: number of emitted tokens,
-    which may be smaller than the path and the own token in the last round of a text."""
+    """One round."""
 
-    nodes: list[DraftedNode]
+    nodes: list[DraftedNode]  # in creation order, the root first
     merge_edges: list[MergeEdge]
-    path: list[int]
-    own_token_id: int
+    path: list[int]  # the accepted nodes in order, below the root
+    own_token_id: int  # the target's own token after the path, with its text and its probability there
     own_text: str
     own_prob: float
-    num_tokens: int
+    num_tokens: int  # emitted tokens; in the last round of a text they may be fewer than the path and the own token
     finish_reason: str | None
     growth_end: str
     draft_ms: float
@@ -83,10 +77,10 @@ class ExplainedRound(NamedTuple):
 
 
 class Explanation(NamedTuple):
-    """One request. settings and totals: name -> value, ready to be shown."""
+    """One request."""
 
     prompt: str
-    settings: Mapping[str, Any]
+    settings: Mapping[str, Any]  # name -> value, ready to be shown
     totals: Mapping[str, Any]
     rounds: list[ExplainedRound]
 

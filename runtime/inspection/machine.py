@@ -29,23 +29,21 @@ PACKAGES = (CPU_PACKAGE, GPU_PACKAGE, TENSORRT.name, TENSORRT_RTX.name, BINDINGS
 
 
 class Surroundings(NamedTuple):
-    """Facts of a machine. versions: of the installed packages of PACKAGES. obstacles: of the backends for CPUs, by
-    name; None where there is none. driver: NVIDIA's, or why there is none, with the fix. torch_cuda: the CUDA that
-    torch was built for; None for a build without CUDA. missing: libraries of CUDA_LIBRARIES that are not found."""
+    """Facts of a machine."""
 
-    versions: Mapping[str, str]
-    obstacles: Mapping[str, str | None]
-    driver: Driver | str
-    torch_cuda: str | None
-    missing: Sequence[str]
+    versions: Mapping[str, str]  # of the installed packages of PACKAGES
+    obstacles: Mapping[str, str | None]  # of the backends for CPUs, by name; None where there is none
+    driver: Driver | str  # NVIDIA's, or why there is none, with the fix
+    torch_cuda: str | None  # the CUDA that torch was built for; None for a build without CUDA
+    missing: Sequence[str]  # libraries of CUDA_LIBRARIES that are not found
 
 
 class Ability(NamedTuple):
-    """An engine on a machine. found: what it has here. obstacles: what keeps it from running, each with the fix."""
+    """An engine on a machine."""
 
     engine: str
-    found: str
-    obstacles: tuple[str, ...]
+    found: str  # what it has here
+    obstacles: tuple[str, ...]  # what keeps it from running, each with the fix
 
     @property
     def runs(self) -> bool:

@@ -29,12 +29,7 @@ class Run(NamedTuple):
 
 
 class Row(NamedTuple):
-    """One configuration's figures. speed: seconds per token of plain decoding divided by this configuration's, without
-    the time of the prompt; the median over prompts and repeats, which are measured alternately. speed_whole: the same
-    with the time of the prompt, which is longer with a draft. same_text: share of outputs equal to plain decoding's.
-
-    The intervals contain the median of speed, and of tokens per second, over prompts like these with a confidence of
-    95 %, see `interval`; None if there is one prompt only."""
+    """One configuration's figures."""
 
     config: str
     mean_acceptance_length: float
@@ -42,10 +37,12 @@ class Row(NamedTuple):
     target_passes_per_token: float
     draft_passes_per_token: float
     tokens_per_second: float
+    # Seconds per token of plain decoding divided by this configuration's, without the time of the prompt: the median
+    # over prompts and repeats, which are measured alternately.
     speed: float
-    speed_whole: float
-    same_text: float
-    speed_interval: tuple[float, float] | None
+    speed_whole: float  # the same with the time of the prompt, which is longer with a draft
+    same_text: float  # share of outputs equal to plain decoding's
+    speed_interval: tuple[float, float] | None  # see `interval`
     tokens_per_second_interval: tuple[float, float] | None
 
 

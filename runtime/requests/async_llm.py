@@ -16,7 +16,7 @@ from uuid import uuid4
 from ...models.errors import ConfigError, RequestError, shown
 from ..bundle.watch import BundleWatch
 from ..decoding.prefill import MAX_PAUSE_MS
-from ..decoding.queue import QueueFullError, check_hashable
+from ..decoding.queue import FairQueue, QueueFullError, check_hashable
 from ..decoding.round import Observer
 from ..decoding.scheduler import MAX_RUNNING
 from ..engines.shared.pool import PREFIX_CACHE_SLOTS
@@ -73,6 +73,7 @@ class AsyncLLM(EngineThread):
         """
         if prefix_cache_slots < 0:
             raise ConfigError(f"prefix_cache_slots must be at least 0, not {prefix_cache_slots}")
+        FairQueue(max_running, max_waiting)  # refuses limits under which no request could run
         if isinstance(model, LLM) and options:
             raise ConfigError(f"{next(iter(options))} is an option of LLM, which is open already: leave it out")
         with ExitStack() as opened:

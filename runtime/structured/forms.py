@@ -26,12 +26,12 @@ class Json(NamedTuple):
 
 
 class WrittenForm(NamedTuple):
-    """A form for `grammar_worker.outcome`. json: None for a text that is no JSON."""
+    """A form for `grammar_worker.outcome`."""
 
     kind: str
     text: str
     parts: list[dict[str, str]]
-    json: Json | None
+    json: Json | None  # None for a text that is no JSON
 
 
 def written_form(form: StructuredOutput) -> WrittenForm:

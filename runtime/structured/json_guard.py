@@ -27,22 +27,20 @@ BEGUN = {spelling[:length] for spelling in SPELLINGS for length in range(1, 6)}
 
 
 class Level(NamedTuple):
-    """An object or array around a place of a text. names: of the object so far, as they are written; None for an array.
-    named: whether a name comes next. around: the level outside."""
+    """An object or array around a place of a text."""
 
-    names: frozenset[bytes] | None
-    named: bool
-    around: Level | None
+    names: frozenset[bytes] | None  # of the object so far, as they are written; None for an array
+    named: bool  # whether a name comes next
+    around: Level | None  # the level outside
 
 
 class State(NamedTuple):
-    """A place of a text. text: of the name so far, or outside of JSON the end of the text. digits: of the number, or of
-    its exponent, so far."""
+    """A place of a text."""
 
     kind: int
     level: Level | None = None
-    text: bytes = b""
-    digits: int = 0
+    text: bytes = b""  # of the name so far, or outside of JSON the end of the text
+    digits: int = 0  # of the number, or of its exponent, so far
     exponent: bool = False
 
 
@@ -79,20 +77,20 @@ class Tokens:
 
 @dataclass(frozen=True)
 class JsonGuard:
-    """The rules of one form of text. begins: a text that begins with one of these bytes is JSON. opens: JSON also comes
-    behind each of these marks. digits: the most of a number before its exponent. So few are different doubles, if they
-    are different numbers: rounding moves none to a bound of its schema."""
+    """The rules of one form of text."""
 
     tokens: Tokens
-    begins: bytes = ANY_VALUE
-    opens: bytes = b""
+    begins: bytes = ANY_VALUE  # a text that begins with one of these bytes is JSON
+    opens: bytes = b""  # JSON also comes after each of these marks
+    # The most of a number before its exponent. So few are different doubles, if they are different numbers: rounding
+    # moves none to a bound of its schema.
     digits: int = 16
 
     def start(self) -> State:
         return State(FREE if self.begins else OUTSIDE)
 
     def push(self, state: State, token: int) -> State | None:
-        """The state behind a token; None if an object then repeats a name or misspells one. Digits are not checked."""
+        """The state after a token; None if an object then repeats a name or misspells one. Digits are not checked."""
         text = self.tokens.texts[token]
         if state.kind in (STRING, NAME) and b'"' not in text and b"\\" not in text:
             return state if state.kind == STRING else state._replace(text=state.text + text)
@@ -104,7 +102,7 @@ class JsonGuard:
         return state
 
     def forbid(self, state: State, mask: NDArray[np.bool_]) -> None:
-        """Remove the tokens [V] that the rules forbid behind a state."""
+        """Remove the tokens [V] that the rules forbid after a state."""
         if state.kind == NUMBER:
             self._bound_digits(state, mask)
         if state.kind != OUTSIDE:
@@ -112,7 +110,7 @@ class JsonGuard:
             mask[[token for token in tokens[mask[tokens]].tolist() if self.push(state, token) is None]] = False
 
     def _doubtful(self, state: State, mask: NDArray[np.bool_]) -> NDArray[np.int64]:
-        """The tokens that may break a rule of names behind a state."""
+        """The tokens that may break a rule of names after a state."""
         if state.kind == NAME_ESCAPE:
             return np.flatnonzero(mask[: len(self.tokens.texts)])
         if state.kind in (STRING, ESCAPED):
@@ -153,7 +151,7 @@ class JsonGuard:
     def _step(self, state: State, byte: int) -> State | None:
         kind, level, text, digits, _ = state
         if kind == STRING:
-            return State(ESCAPED, level) if byte == ord("\\") else state if byte != ord('"') else self._behind(level)
+            return State(ESCAPED, level) if byte == ord("\\") else state if byte != ord('"') else self._after(level)
         if kind == ESCAPED:
             return State(STRING, level)
         if kind == NAME:
@@ -167,7 +165,7 @@ class JsonGuard:
                 return State(NUMBER, level, b"." if byte == ord(".") else text, digits + 1, state.exponent)
             if byte in IN_EXPONENTS:
                 return State(NUMBER, level, exponent=True)
-            return self._step(self._behind(level), byte)
+            return self._step(self._after(level), byte)
         if kind == OUTSIDE:
             return self._outside(text, byte)
         return self._value(kind, level, byte)
@@ -188,7 +186,7 @@ class JsonGuard:
         if byte == ord("["):
             return State(VALUE, Level(None, False, level))
         if byte in b"]}":
-            return self._behind(None if level is None else level.around)
+            return self._after(None if level is None else level.around)
         if byte == ord('"'):
             return State(NAME if level is not None and level.named else STRING, level)
         if byte == ord(",") and level is not None:
@@ -198,16 +196,19 @@ class JsonGuard:
         return State(VALUE, level)
 
     def _named(self, level: Level | None, text: bytes) -> State | None:
-        """Behind a name."""
+        """After a name."""
         assert level is not None and level.names is not None
         if b"\\u007f" in text:
-            text = json.dumps(json.loads(b'"' + text + b'"', strict=False), ensure_ascii=False)[1:-1].encode()
+            name = json.loads(
+                f'"{text.decode(errors="surrogateescape")}"', strict=False
+            )  # it may hold half a character
+            text = json.dumps(name, ensure_ascii=False)[1:-1].encode(errors="surrogateescape")
         if text in level.names:
             return None
         return State(VALUE, Level(level.names | {text}, False, level.around))
 
-    def _behind(self, level: Level | None) -> State:
-        """Behind a value."""
+    def _after(self, level: Level | None) -> State:
+        """After a value."""
         return State(OUTSIDE) if level is None else State(VALUE, level)
 
 

@@ -51,21 +51,19 @@ METASCHEMA = {
 
 
 class Literal(NamedTuple):
-    """A node of a schema that the library cannot express. rule: its texts in Lark's notation."""
+    """A node of a schema that the library cannot express."""
 
-    rule: str
+    rule: str  # its texts in Lark's notation
     place: str
 
 
 class Schema(NamedTuple):
-    """A schema that was read. node: the schema; a reference leads to a number of the definitions. digits: the most
-    digits that a part of a number may have. doubtful: the place of a oneOf whose options were not shown to exclude each
-    other; empty without one."""
+    """A schema that was read."""
 
-    node: Any
+    node: Any  # a reference leads to a number of the definitions
     definitions: list[Any]
-    digits: int
-    doubtful: str
+    digits: int  # the most that a part of a number may have
+    doubtful: str  # the place of a oneOf whose options were not shown to exclude each other; empty without one
 
 
 def read_schema(schema: Mapping[str, Any], place: str) -> Schema:
@@ -228,7 +226,7 @@ class SchemaReader:
             kept["anyOf"] = options
 
     def _resolved(self, node: Any) -> Mapping[str, Any]:
-        """A schema behind its references, as far as they stand alone; empty for true and false."""
+        """The schema that references lead to, as far as they stand alone; empty for true and false."""
         for _ in range(MOST_OPTIONS):
             if not isinstance(node, Mapping) or set(node) & SUPPORTED != {"$ref"}:
                 break

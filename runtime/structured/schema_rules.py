@@ -15,10 +15,10 @@ SPACE = f"SP: /{WHITESPACE}/"  # the terminal between the parts of our own rules
 
 
 class Rules(NamedTuple):
-    """lines: the rules. digits, doubtful: see Schema."""
+    """The rules of a schema."""
 
     lines: list[str]
-    digits: int
+    digits: int  # see Schema, as for the next
     doubtful: str
 
 
@@ -85,7 +85,7 @@ class SchemaWriter:
 
     def _write_object(self, node: Mapping[str, Any], rule: str, literal: Literal) -> None:
         """An object with its properties in their order, and no others: rule_{i} and rule_{i}c are what follows from
-        property i on, the latter behind a comma's place."""
+        property i on, the latter after a comma's place."""
         names = [name for name, each in node["properties"].items() if each is not False]
         required = set(node.get("required", ()))
         if unknown := sorted(required.difference(names)):

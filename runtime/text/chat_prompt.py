@@ -30,17 +30,17 @@ def write_conversation(
     text = tokenizer.apply_chat_template(
         written, add_generation_prompt=settings.add_generation_prompt, given_up=given_up, **variables
     )
-    return cut_behind(text, message, mark) if settings.continue_final_message else text
+    return cut_after(text, message, mark) if settings.continue_final_message else text
 
 
-def cut_behind(text: str, message: str, mark: str) -> str:
+def cut_after(text: str, message: str, mark: str) -> str:
     """The text up to the end of its last message, which a mark and a blank follow, as transformers cuts it: a template
     that has removed the blank would have removed those at the end of the message. Raises RequestError if the text does
     not contain the message."""
     found = text.rfind(mark)
-    before, behind = text[:found], text[found + len(mark) :]
+    before, after = text[:found], text[found + len(mark) :]
     if found < 0 or not before.endswith(message.lstrip()):
         raise RequestError(
             "continue_final_message: this model's chat template does not write the last message as it is"
         )
-    return before if behind.startswith(" ") else before.rstrip()
+    return before if after.startswith(" ") else before.rstrip()

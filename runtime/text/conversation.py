@@ -32,17 +32,12 @@ OWN_NAMES = (
 
 @dataclass(frozen=True)
 class ChatSettings:
-    """How a conversation becomes a prompt. Raises RequestError for settings that contradict each other.
+    """How a conversation becomes a prompt. Raises RequestError for settings that contradict each other."""
 
-    add_generation_prompt: the prompt ends with the beginning of an answer. continue_final_message: it ends inside the
-    last message instead, which the answer continues. template_kwargs: further variables of the chat template. tools:
-    the tools that the model is told of.
-    """
-
-    add_generation_prompt: bool = True
-    continue_final_message: bool = False
-    template_kwargs: Mapping[str, Any] = field(default_factory=dict)
-    tools: Sequence[Tool] = ()
+    add_generation_prompt: bool = True  # the prompt ends with the beginning of an answer
+    continue_final_message: bool = False  # it ends inside the last message instead, which the answer continues
+    template_kwargs: Mapping[str, Any] = field(default_factory=dict)  # further variables of the chat template
+    tools: Sequence[Tool] = ()  # that the model is told of
 
     def __post_init__(self) -> None:
         if self.add_generation_prompt and self.continue_final_message:

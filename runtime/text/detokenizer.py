@@ -59,7 +59,7 @@ class IncrementalDetokenizer:
         return self._end_bytes() + self._take(self._decode())
 
     def _end_character(self) -> str:
-        """The remaining text before a special token, behind which no earlier character continues."""
+        """The remaining text before a special token, after which no earlier character continues."""
         text = self.finish()
         self._set_context(self._context)
         self._prompt_end = ""
@@ -70,7 +70,7 @@ class IncrementalDetokenizer:
             return "" if self._skips else self._end_character() + self._tokenizer.decode([token], False)
         if self._tokenizer.is_byte_level:
             text = self._bytes.decode(self._tokenizer.piece(token))
-            return self._behind_the_prompt(text) if text else ""
+            return self._after_the_prompt(text) if text else ""
         byte = self._tokenizer.byte_values.get(token)
         return self._end_bytes() + self._push_piece(token) if byte is None else self._push_byte(token, byte)
 
@@ -78,12 +78,12 @@ class IncrementalDetokenizer:
         before = self._take(self._decode())
         text = self._bytes.decode(byte)
         self._set_context([token])
-        return before + (self._behind_the_prompt(text) if text else "")
+        return before + (self._after_the_prompt(text) if text else "")
 
     def _end_bytes(self) -> str:
         """The text of the pending bytes, when the next token is no byte."""
         text = self._bytes.decode(b"", final=True)
-        return self._behind_the_prompt(text) if text else ""
+        return self._after_the_prompt(text) if text else ""
 
     def _push_piece(self, token: int) -> str:
         self._pending.append(token)
@@ -115,7 +115,7 @@ class IncrementalDetokenizer:
         self._written = max(self._written, len(text))
         return text[start:]
 
-    def _behind_the_prompt(self, text: str) -> str:
+    def _after_the_prompt(self, text: str) -> str:
         """The first text of the output, without the part that belongs to the prompt."""
         if not self._prompt_end:
             return text
@@ -157,11 +157,10 @@ def split_unfinished(tokenizer: Tokenizer, tokens: list[int]) -> tuple[list[int]
 
 
 class StopResult(NamedTuple):
-    """text: text that is certainly before any stop string. stopped: whether a complete stop string follows `text`, or
-    ends it where stop strings are kept."""
+    """What is certain after a piece of text."""
 
-    text: str
-    stopped: bool
+    text: str  # certainly before any stop string
+    stopped: bool  # whether a complete stop string follows `text`, or ends it where stop strings are kept
 
 
 class StopChecker:
@@ -199,7 +198,7 @@ class StopChecker:
 
 class BegunStop:
     """How much of a stop string stands at the end of a text (Knuth, Morris and Pratt 1977). A letter of the text takes
-    a constant time, also behind a stop string that repeats itself."""
+    a constant time, also after a stop string that repeats itself."""
 
     def __init__(self, stop: str) -> None:
         self._stop, self._size = stop, 0

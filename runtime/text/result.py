@@ -13,27 +13,26 @@ from .writer import StreamChunk
 
 
 class Logprob(NamedTuple):
-    """The natural log-probability of a token, see TokenLogprob. rank: its place among the reported alternatives, from 1
-    on; None for a sampled token that is not among them. decoded_token: its text."""
+    """The natural log-probability of a token, see TokenLogprob."""
 
     logprob: float
-    rank: int | None
-    decoded_token: str
+    rank: int | None  # its place among the reported alternatives, from 1 on; None for one that is not among them
+    decoded_token: str  # its text
 
 
 @dataclass(frozen=True, slots=True)
 class CompletionOutput:
-    """One finished text. token_ids: the output tokens, including the token that ended the text; the text of that token
-    and stop strings are not part of `text`. logprobs: for each token those of the token and of the alternatives, by
-    token id, the token first; None if they were not requested. cumulative_logprob: the sum over the tokens.
-    finish_reason: "stop" (end of text, stop token, stop string) or "length" (max_tokens, context limit); of a
-    `ChatSession` also "interrupted"."""
+    """One finished text."""
 
     index: int
-    text: str
-    token_ids: list[int]
-    cumulative_logprob: float | None
+    text: str  # without stop strings, and without the text of a token that ended it
+    token_ids: list[int]  # the output tokens, including the token that ended the text
+    cumulative_logprob: float | None  # the sum over the tokens
+    # For each token those of the token and of the alternatives, by token id, the token first; None if they were not
+    # requested.
     logprobs: list[dict[int, Logprob]] | None
+    # "stop" (end of text, stop token, stop string) or "length" (max_tokens, context limit); of a `ChatSession` also
+    # "interrupted".
     finish_reason: str
     stats: SpecDecodeStats
 
@@ -45,18 +44,13 @@ class CompletionOutput:
 
 @dataclass(frozen=True, slots=True)
 class RequestOutput:
-    """The texts of one prompt. request_id: a number, of which an LLM gives each prompt another. prompt: the text, as
-    the chat template wrote it for a conversation; None if token ids were given. outputs: `SamplingParams.n` texts.
-    prompt_logprobs: of every token of the prompt, as in CompletionOutput, None for the first one; None if they were not
-    requested.
+    """The texts of one prompt. The properties are those of the first text."""
 
-    The properties are those of the first text.
-    """
-
-    request_id: str
-    prompt: str | None
+    request_id: str  # a number, of which an LLM gives each prompt another
+    prompt: str | None  # as the chat template wrote it for a conversation; None if token ids were given
     prompt_token_ids: list[int]
-    outputs: list[CompletionOutput]
+    outputs: list[CompletionOutput]  # `SamplingParams.n` texts
+    # Of every token, as in CompletionOutput, None for the first one; None if they were not requested.
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
 
     def to_dict(self) -> dict[str, Any]:
@@ -121,12 +115,12 @@ def json_ready(logprobs: Sequence[dict[int, Logprob] | None] | None) -> list[dic
     """Log-probabilities as JSON has them."""
     if logprobs is None:
         return None
-    return [
-        None
-        if each is None
-        else {token: one._asdict() | {"logprob": finite(one.logprob)} for token, one in each.items()}
-        for each in logprobs
-    ]
+    return [None if each is None else entry_of(each) for each in logprobs]
+
+
+def entry_of(known: dict[int, Logprob]) -> dict[int, Any]:
+    """The log-probabilities of one position as JSON has them."""
+    return {token: one._asdict() | {"logprob": finite(one.logprob)} for token, one in known.items()}
 
 
 def finite(logprob: float) -> float | None:

@@ -9,7 +9,7 @@ from typing import Any
 
 from ..decoding.chunk import TokenLogprob
 from .detokenizer import UNFINISHED
-from .result import finite
+from .result import by_token, entry_of
 from .tokenizer import Tokenizer, token_texts
 
 KNOWN_TOKENS = 65536  # most cached token texts: the alternatives of a long answer are mostly the same tokens
@@ -24,17 +24,9 @@ class TokenTexts:
         self.bytes = lru_cache(KNOWN_TOKENS)(self._bytes)
         self.special = tokenizer.special_token_ids
 
-    def prompt_entry(self, item: TokenLogprob | None) -> dict[str, Any] | None:
-        """vLLM's entry of a prompt's token: log-probabilities by token id, of the token and its alternatives. The rank
-        is null for a token that is none of the alternatives."""
-        if item is None:
-            return None
-        ranks = {token: rank for rank, token in enumerate(item.top, 1)}
-        entries = {item.token_id: item.logprob} | item.top
-        return {
-            str(token): {"logprob": finite(logprob), "rank": ranks.get(token), "decoded_token": self.text(token)}
-            for token, logprob in entries.items()
-        }
+    def prompt_entry(self, item: TokenLogprob | None) -> dict[int, Any] | None:
+        """vLLM's entry of a prompt's token, JSON-ready: log-probabilities of the token and its alternatives."""
+        return None if item is None else entry_of(by_token(item, self.text))
 
     def _bytes(self, token: int) -> tuple[int, ...]:
         """The UTF-8 bytes of the token, which may be a part of a character."""
@@ -47,7 +39,7 @@ class Offsets:
 
     def __init__(self, texts: TokenTexts, prompt: Sequence[int], echo: str | None, skips: bool) -> None:
         """prompt: whose last character may end in the choice; with an echo it comes first in the choice. skips: special
-        tokens have no text behind the echo."""
+        tokens have no text after the echo."""
         self._texts, self._echo, self._skips = texts, echo or "", skips
         self._decoder = getincrementaldecoder("utf-8")("replace")
         self._place = 0

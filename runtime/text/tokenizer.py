@@ -217,7 +217,7 @@ class Tokenizer:
 
 
 def token_sequences(tokenizer: Tokenizer, texts: Sequence[str], given_up: Event | None = None) -> list[list[int]]:
-    """The token sequences by which a text may write each of these texts: at its beginning, and behind a blank if this
+    """The token sequences by which a text may write each of these texts: at its beginning, and after a blank if this
     makes another sequence of as many tokens (vLLM's rule of bad words). A text of blanks alone is taken as it is.
     Raises RequestError."""
     found: list[list[int]] = []

@@ -18,38 +18,37 @@ PARTS = re.compile(rf'{STRING}|"(?:[^"\\]|\\.)*\\?$|\S')
 NAME = [("{",), ('"name"',), (":",), None, (",",), ('"arguments"', '"parameters"'), (":",), ("{",)]
 BEGINNINGS = (NAME, [NAME[0], ('"type"',), (":",), ('"function"',), (",",), *NAME[1:]])
 LONGEST_HEAD = 1000  # characters
-BEFORE_CALL, BEHIND_CALL = re.compile(r"[\s\[,;]*"), re.compile(r"[\s\]},;]*")
-TEXT, BEGINNING, ARGUMENTS, BEHIND, REST = range(5)
+BEFORE_CALL, AFTER_CALL = re.compile(r"[\s\[,;]*"), re.compile(r"[\s\]},;]*")
+TEXT, BEGINNING, ARGUMENTS, AFTER, REST = range(5)
 
 
 class CallPart(NamedTuple):
-    """A part of a call. number: of the call in its answer, from 0 on. id, name: in the call's first part, else None.
-    arguments: the next characters of a JSON object."""
+    """A part of a call."""
 
-    number: int
-    id: str | None
+    number: int  # of the call in its answer, from 0 on
+    id: str | None  # in the call's first part, as the name is; else None
     name: str | None
-    arguments: str
+    arguments: str  # the next characters of a JSON object
 
 
 class ToolCallReader:
     """Reads one answer. `num_calls` counts the calls so far.
 
-    Text that is no call, or calls no known tool, stays text. Blanks directly before and behind a call belong to
+    Text that is no call, or calls no known tool, stays text. Blanks directly before and after a call belong to
     neither. The arguments are passed on as they come, without a check.
     """
 
     def __init__(self, format: ToolFormat, names: Collection[str], parallel: bool, demanded: bool = False) -> None:
-        """names: of the tools. parallel: whether there may be several calls; otherwise those behind the first are left
+        """names: of the tools. parallel: whether there may be several calls; otherwise those after the first are left
         out. demanded: the answer consists of calls, so text is the markup of one that was cut, and is left out."""
         self._format, self._names, self._parallel, self._demanded = format, names, parallel, demanded
         self.num_calls = 0
         self._state = TEXT if format.opens else BEGINNING
         self._held = ""  # text of which it is not known yet what it is, from `_start` on
-        self._start = 0  # an index, because a copy of the rest behind every mark would take quadratic time
+        self._start = 0  # an index, because a copy of the rest after every mark would take quadratic time
         self._raw = ""  # the text of the call's beginning before `_start`
         self._blanks = ""  # at the end of the text so far
-        self._behind_call = False  # whether there was no text since the last call
+        self._after_call = False  # whether there was no text since the last call
         self._found: list[str | CallPart] = []
         self._depth, self._quoted, self._escaped = 0, False, False
 
@@ -117,7 +116,7 @@ class ToolCallReader:
 
     def _open_call(self, name: str) -> None:
         self._raw = self._blanks = ""
-        self._state, self._depth, self._behind_call = ARGUMENTS, 0, True
+        self._state, self._depth, self._after_call = ARGUMENTS, 0, True
         self._add(f"call_{uuid4().hex[:24]}", name, "")
         self.num_calls += 1
 
@@ -134,7 +133,7 @@ class ToolCallReader:
                 self._depth -= 1
                 if not self._depth:
                     self._add(None, None, self._held[self._start : place + 1])
-                    self._start, self._state = place + 1, BEHIND
+                    self._start, self._state = place + 1, AFTER
                     return True
             else:
                 self._quoted = character == '"'
@@ -143,14 +142,14 @@ class ToolCallReader:
         return False
 
     def _leave_call(self) -> bool:
-        skipped = BEHIND_CALL.match(self._held, self._start)
+        skipped = AFTER_CALL.match(self._held, self._start)
         assert skipped is not None  # it matches the empty text
         closes = self._format.closes
-        behind = self._held[skipped.end() : skipped.end() + len(closes) + 1]  # one more than the mark that may follow
-        if not behind or (closes.startswith(behind) and behind != closes):
+        after = self._held[skipped.end() : skipped.end() + len(closes) + 1]  # one more than the mark that may follow
+        if not after or (closes.startswith(after) and after != closes):
             return False
-        self._start = skipped.end() + (len(closes) if behind.startswith(closes) else 0)
-        if behind.startswith("{"):
+        self._start = skipped.end() + (len(closes) if after.startswith(closes) else 0)
+        if after.startswith("{"):
             self._state = BEGINNING
         else:
             self._state = TEXT if self._format.opens else REST
@@ -176,13 +175,13 @@ class ToolCallReader:
         if self._demanded:
             return
         text = self._blanks + text
-        if self._behind_call:
+        if self._after_call:
             text = text.lstrip()
         kept = text.rstrip()
         self._blanks = text[len(kept) :]
         if kept:
             self._found.append(kept)
-            self._behind_call = False
+            self._after_call = False
 
 
 def may_begin_call(text: str) -> bool:

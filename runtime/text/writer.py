@@ -21,22 +21,17 @@ class TextPiece(NamedTuple):
 
 
 class StreamChunk(NamedTuple):
-    """The text of one round. `text` may be empty while a character or a possible stop string is incomplete.
+    """The text of one round."""
 
-    finish_reason: None before the last chunk, else "stop" or "length". stats: the request's; later rounds change it.
-    prompt_logprobs: see TokenChunk. num_drafted: how many of `token_ids` the draft proposed. num_proposed: all tokens
-    that the round proposed.
-    """
-
-    text: str
+    text: str  # may be empty while a character or a possible stop string is incomplete
     token_ids: list[int]
     pieces: list[TextPiece]
     logprobs: list[TokenLogprob]
-    finish_reason: str | None
-    stats: SpecDecodeStats
-    prompt_logprobs: list[TokenLogprob | None] | None = None
-    num_drafted: int = 0
-    num_proposed: int = 0
+    finish_reason: str | None  # None before the last chunk, else "stop" or "length"
+    stats: SpecDecodeStats  # the request's; later rounds change it
+    prompt_logprobs: list[TokenLogprob | None] | None = None  # see TokenChunk
+    num_drafted: int = 0  # how many of `token_ids` the draft proposed
+    num_proposed: int = 0  # all tokens that the round proposed
 
 
 class TextWriter:

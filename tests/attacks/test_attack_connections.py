@@ -120,13 +120,13 @@ def test_a_storm_of_disconnects_leaves_nothing_behind(server: Served) -> None:
     serves_everybody(server)
 
 
-@pytest.mark.parametrize("behind", [b"\r\n", posted(LONG)])
-def test_bytes_behind_a_request_hide_no_disconnect(server: Served, pause: Path, behind: bytes) -> None:
+@pytest.mark.parametrize("after", [b"\r\n", posted(LONG)])
+def test_bytes_after_a_request_hide_no_disconnect(server: Served, pause: Path, after: bytes) -> None:
     aborts = 'draftwood_requests_total{finish_reason="abort"}'
     before = server.metric(aborts)
     with paused(pause), opened(server, posted(LONG)) as client:
         wait_for(lambda: server.metric(RUNNING) == 1)
-        client.sendall(behind)
+        client.sendall(after)
         assert asked(server, MODELS).status == 200  # it was read
     wait_for(lambda: server.idle)
     assert server.metric(aborts) == before + 1

@@ -17,7 +17,7 @@ ODD = {
     "a length of 20 digits": (HEAD + b"Content-Length: 99999999999999999999\r\n\r\n", 413),
     "too long, asking before": (HEAD + b"Content-Length: 30000000\r\nExpect: 100-continue\r\n\r\n", 413),
     "length and chunks": (HEAD + b"Content-Length: 3\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n", 400),
-    "a slash behind the address": (get("/v1/models/"), 404),
+    "a slash after the address": (get("/v1/models/"), 404),
     "a bad chunk": (HEAD + b"Transfer-Encoding: chunked\r\n\r\n1\r\na\r\nzz\r\n", 400),
     "a bad chunk after the answer": (
         b"POST /version HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n1\r\na\r\n",
@@ -72,7 +72,7 @@ def test_odd_requests_are_answered_and_hold_nothing(server: Served, name: str) -
 
 @pytest.mark.parametrize("address", [b"POST /version", b"OPTIONS /v1/models", b"POST /v1/completions"])
 def test_a_request_of_two_lengths_ends_its_connection(server: Served, address: bytes) -> None:
-    """What stands behind it may be a request to this server, and a part of its body to a proxy before it."""
+    """What comes after it may be a request to this server, and a part of its body to a proxy before it."""
     both = b" HTTP/1.1\r\nHost: localhost\r\nContent-Length: 6\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n"
     with opened(server) as client:
         client.sendall(address + both + get("/health"))

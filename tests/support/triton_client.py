@@ -78,7 +78,7 @@ def misbehaving(seed, last):
         begun.append(True)
         time.sleep(0.02 if seed == {ENDLESS} else 0.002)
         if seed == {RAISES} and len(tokens) > 20:
-            raise RuntimeError("the engine failed behind 20 tokens")
+            raise RuntimeError("the engine failed after 20 tokens")
         if seed == {DIES} and len(tokens) > 20:
             os._exit(1)
         return logits

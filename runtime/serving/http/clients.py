@@ -19,11 +19,10 @@ MAX_ADDRESS = 64  # characters; a proxy may send any text
 
 
 class ApiKey(NamedTuple):
-    """name: of the key's owner; several keys may have the same name. digest: of the key, so that all have one
-    length."""
+    """A key that opens the server."""
 
-    name: str
-    digest: bytes
+    name: str  # of its owner, who may have several
+    digest: bytes  # of the key, so that all have one length
 
     @classmethod
     def of(cls, name: str, key: str, source: str) -> ApiKey:

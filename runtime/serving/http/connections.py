@@ -23,10 +23,10 @@ from .errors import Refusal
 from .guard import HANG_UP, IN_PROGRESS, refuse
 
 HEAD_SECONDS = 30.0  # a connection without a complete request head is closed after 1 to 2 times this
-KEPT_SECONDS = 75  # the same behind an answer: longer than proxies keep theirs, which would else meet closed ones
+KEPT_SECONDS = 75  # the same after an answer: longer than proxies keep theirs, which would else meet closed ones
 CLOSED_AT_ONCE = 32  # one in this many connections is closed at once
 READ_BYTES = 8 << 10  # read at a time; a body in chunks of one byte delays others by 45 ms, without this limit by 1.5 s
-READ_AHEAD = 16 << 10  # bytes behind a request that are read before it is answered
+READ_AHEAD = 16 << 10  # bytes after a request that are read before it is answered
 RETRY_ACCEPT_SECONDS = 0.1
 REPEAT_SECONDS = 60.0  # interval in which the log does not repeat a message
 TWO_LENGTHS = Refusal(
@@ -58,7 +58,7 @@ class Connection(H11Protocol, asyncio.BufferedProtocol):
 
     def buffer_updated(self, nbytes: int) -> None:
         self.data_received(bytes(memoryview(self._buffer)[:nbytes]))
-        # h11 pauses reading where a request has bytes behind it. The end of the connection, with which a request that
+        # h11 pauses reading where a request has bytes after it. The end of the connection, with which a request that
         # nobody waits for ends, would be among what is not read.
         if self.asked and self.conn.their_state is h11.DONE and len(self.conn.trailing_data[0]) <= READ_AHEAD:
             self.flow.resume_reading()

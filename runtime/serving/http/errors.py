@@ -30,17 +30,16 @@ class UnknownModel(DraftwoodError):
 
 
 class Refusal(NamedTuple):
-    """An error as an answer. retry_after: seconds after which a retry may succeed. closing: whether the answer also
-    closes the connection. allow: the methods that the address has, if the request had another."""
+    """An error as an answer."""
 
     status: int
     message: str
     type: str = "invalid_request_error"
     param: str | None = None
     code: str | None = None
-    retry_after: int | None = None
-    closing: bool = False
-    allow: str | None = None
+    retry_after: int | None = None  # seconds after which a retry may succeed
+    closing: bool = False  # whether the answer also closes the connection
+    allow: str | None = None  # the methods that the address has, if the request had another
 
     @property
     def body(self) -> bytes:

@@ -17,14 +17,10 @@ HOST = re.compile(r"(?:\[(?P<ipv6>[^\[\]]*)\]|(?P<name>[^\[\]:]*))(?::[0-9]*)?")
 
 
 class AllowedHosts(NamedTuple):
-    """names: in lower case; "*" allows any name, "*.example.com" any name below. any_address: whether addresses other
-    than loopback addresses are allowed, too.
+    """`localhost`, names below it and loopback addresses are always allowed."""
 
-    `localhost`, names below it and loopback addresses are always allowed.
-    """
-
-    names: frozenset[str]
-    any_address: bool
+    names: frozenset[str]  # in lower case; "*" allows any name, "*.example.com" any name below
+    any_address: bool  # whether addresses other than loopback addresses are allowed, too
 
     @classmethod
     def of(cls, listening: str, names: Sequence[str], has_key: bool) -> AllowedHosts:

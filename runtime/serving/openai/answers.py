@@ -106,7 +106,7 @@ class Answer:
             choice.texts, choice.logprobs, choice.prompt_logprobs = [], [], None
 
     def _begin(self, index: int, chunk: StreamChunk) -> Part:
-        """Count a chunk. Returns its text and log-probabilities, behind those of the echo in the first chunk. The echo
+        """Count a chunk. Returns its text and log-probabilities, after those of the echo in the first chunk. The echo
         of a chat is one message, which has none: the prompt's tokens are more than its text."""
         choice = self.choices[index]
         part = Part(chunk.text, chunk.logprobs, chunk.finish_reason, choice.offsets)
@@ -213,19 +213,14 @@ def speculative_metrics(stats: Sequence[SpecDecodeStats], max_tokens: int) -> di
     acceptance_histogram[j]: proposals of which j tokens were accepted; the sums over it are num_spec_steps and
     num_accepted_draft_tokens.
     """
-    total = SpecDecodeStats()
-    histogram = [0] * (max_tokens + 1)
+    total = SpecDecodeStats(accepted_per_round=[0] * (max_tokens + 1))
     for each in stats:
-        total.num_drafts += each.num_drafts
-        total.num_draft_tokens += each.num_draft_tokens
-        total.num_accepted_tokens += each.num_accepted_tokens
-        for accepted, rounds in enumerate(each.accepted_per_round):
-            histogram[accepted] += rounds
+        total.add(each)
     return {
         "speculative_decoding": {
             "mean_acceptance_length": total.mean_acceptance_length,
             "draft_acceptance_rate": total.acceptance_rate,
-            "acceptance_histogram": histogram,
+            "acceptance_histogram": total.accepted_per_round,
             "num_accepted_draft_tokens": total.num_accepted_tokens,
             "num_draft_tokens": total.num_draft_tokens,
             "num_spec_steps": total.num_drafts,

@@ -44,7 +44,7 @@ def create_app(
     whose scripts may use the server, "*" for any. with_pages: whether there are web pages, see `http.pages`, and
     explanations for them. trace: adds a middleware that records spans, see `tracing`.
     """
-    # Its pages would load other servers' scripts, and it would answer an address with a slash behind it by nothing.
+    # Its pages would load other servers' scripts, and it would answer an address that ends with a slash by nothing.
     app = FastAPI(title="draftwood", docs_url=None, redoc_url=None, redirect_slashes=False)
     app.router.route_class = JsonRoute
     add_errors(app)

@@ -105,7 +105,7 @@ class ModelBody(Body):
     model: str | None = Field(None, description="default: this server's model")
 
 
-class GenerationBody(ModelBody, SamplingBody, ABC):
+class GenerationBody(SamplingBody, ModelBody, ABC):
     """The fields that both endpoints share."""
 
     null_counts = frozenset({"speculative"})  # null turns speculation off

@@ -27,13 +27,12 @@ Name = Annotated[str, StringConstraints(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
 
 
 class Function(Strict):
-    """A function that the model may call. parameters: the JSON schema of its arguments, an object; by default it has
-    none. strict: the arguments follow the schema also where the model itself decides to call."""
+    """A function that the model may call."""
 
     name: Name
     description: str | None = None
-    parameters: dict[str, Any] | None = None
-    strict: bool | None = None
+    parameters: dict[str, Any] | None = None  # the JSON schema of its arguments, an object; by default it has none
+    strict: bool | None = None  # the arguments follow the schema also where the model itself decides to call
 
 
 class Tool(Strict):
@@ -60,15 +59,15 @@ Tools = Annotated[list[Tool], Field(fail_fast=True, max_length=MAX_TOOLS)]
 
 @dataclass(frozen=True)
 class ToolUse:
-    """The tools that may be called. format: how the model writes calls; None if it is not known: then calls of its own
-    accord stay text, and demanded ones are in HERMES. choice: "auto", "required", or, if `named`, the name of the
-    function to call. parallel: whether there may be several calls."""
+    """The tools that may be called."""
 
     tools: tuple[Function, ...]
+    # How the model writes calls. None if it is not known: then calls of its own accord stay text, and demanded ones
+    # are in HERMES.
     format: ToolFormat | None
-    choice: str
+    choice: str  # "auto", "required", or, if `named`, the name of the function to call
     named: bool
-    parallel: bool
+    parallel: bool  # whether there may be several calls
     special_ids: Mapping[str, int]  # of the format's marks that are special tokens
 
     @property

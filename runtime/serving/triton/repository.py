@@ -29,7 +29,7 @@ class TritonPythonModel(TritonModel):
 '''
 README = """# {name}
 
-A draftwood bundle behind Triton Inference Server: a decoupled python-backend model with the tensor names of
+A draftwood bundle in Triton Inference Server: a decoupled python-backend model with the tensor names of
 TensorRT-LLM. The bundle is {bundle}.
 
 If the extra `triton` is installed, start the model by adding `--run` to the command that wrote it. Otherwise use any

@@ -28,7 +28,7 @@ OPTIONS = ["--temperature", "0", "--max-tokens", "12", "--ignore-eos"]
 
 
 class WidePassError(FakeEngine):
-    """Adds `error` to the logit of `token` behind contexts of `length` tokens, in passes of several rows alone."""
+    """Adds `error` to the logit of `token` after contexts of `length` tokens, in passes of several rows alone."""
 
     def __init__(self, predict: Predict, length: int, token: int, error: float) -> None:
         super().__init__(predict, V)

@@ -18,7 +18,6 @@ from draftwood.runtime import (
     SpeculativeConfig,
     StructuredOutput,
 )
-from draftwood.runtime.sampling.params import MAX_ALLOWED_TOKENS, MAX_BIASES
 
 pytest.importorskip("pydantic", reason="needs the [serve] extra")
 from draftwood.runtime.serving.triton.contract import OPTIONAL_INPUTS
@@ -206,10 +205,8 @@ def test_every_input_of_the_contract_is_served_refused_or_without_effect() -> No
             ({"max_tokens": 2**31}, "max_tokens"),
             ({"max_draft_len": True}, "max_draft_len must be a whole number, not True"),
             ({"max_draft_len": "deep"}, "max_draft_len must be a whole number, not 'deep'"),
-            ({"draft_threshold": True}, "draft_threshold must be a number"),
             ({"timeout": 10**400}, "timeout"),
             ({"timeout": -1}, "timeout"),
-            ({"temperature": 10**400}, "temperature"),
             ({"temperature": "warm"}, "temperature: .* number"),
             ({"seed": "1" * 5000}, "seed"),
             ({"branching": {"2": 1}}, "a list of whole numbers"),
@@ -217,28 +214,17 @@ def test_every_input_of_the_contract_is_served_refused_or_without_effect() -> No
             ({"stop": {"x": 1}}, "stop"),
             ({"stop": ["x"] * 129}, "at most 128"),
             ({"stop": [1]}, "stop"),
-            ({"grow": "k-ary", "branching": [1000, 1000, 1000]}, "more than 1024"),
             ({"grow": "k-ary", "branching": "2," * 1000 + "2"}, "more than 1024"),  # whose tree has no end
             ({"topology": "0," * 2000 + "0"}, "more than 1024"),
-            ({"allowed_token_ids": [0] * (MAX_ALLOWED_TOKENS + 1)}, f"at most {MAX_ALLOWED_TOKENS}"),
             ({"allowed_token_ids": "2,x"}, "allowed_token_ids"),
-            ({"allowed_token_ids": []}, "allowed_token_ids"),
-            ({"lookup_ngram": 17}, "lookup_ngram must be at least 0 and not more than 16"),
             ({"num_draft_tokens": -1}, "num_draft_tokens"),
             ({"ignore_eos": "maybe"}, "ignore_eos: .* boolean"),
             ({"grow": 3}, "grow must be text"),
-            ({"bad_words": [1]}, "bad_words"),
             ({"logit_bias": [3]}, "logit_bias"),
             ({"logit_bias": "{"}, "logit_bias"),
             ({"logit_bias": {"3": 1, "03": -1}}, "token 3 is given twice"),
-            ({"logit_bias": {"x": 1}}, "'x' is not a token id"),
             ({"logit_bias": {"3": True}}, "logit_bias"),
-            ({"logit_bias": {"3": 101}}, "logit_bias of token 3"),
-            ({"logit_bias": {f"x{token}": 0 for token in range(1025)}}, f"at most {MAX_BIASES}"),
             ({"response_format": "{"}, "response_format"),
-            ({"response_format": {"type": "yaml"}}, "response_format"),
-            ({"structured_outputs": {"regex": 1}}, "structured_outputs"),
-            ({"guided_choice": [1]}, "guided_choice"),
             ({"guided_regex": 3}, "guided_regex"),
             ({"client": ""}, "client"),
             ({"user": ["a"]}, "client"),

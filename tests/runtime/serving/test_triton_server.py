@@ -217,7 +217,7 @@ def test_what_fails_in_a_round_ends_that_request_only(server: TritonServer, clie
     with Call(server.grpc, FAULTY, inputs("other", **LONG | {"seed": SLOW})) as other:
         with Call(server.grpc, FAULTY, inputs("hello", max_tokens=50, stream=True, seed=RAISES, end_id=-1)) as call:
             call.next()
-            with pytest.raises(Refused, match="the engine failed behind 20 tokens"):
+            with pytest.raises(Refused, match="the engine failed after 20 tokens"):
                 call.rest()
         other.next()
     assert client.is_model_ready(FAULTY)

@@ -234,7 +234,7 @@ def test_the_memory_of_grammars_in_use_is_bounded(grammars: Grammars, monkeypatc
 
 
 def test_a_grammar_that_exceeds_a_limit_in_a_text_ends_this_text(grammars: Grammars, tokenizer: Tokenizer) -> None:
-    """Behind the first letter 2,500 rules are possible, more than the library follows."""
+    """After the first letter 2,500 rules are possible, more than the library follows."""
     rules = [f"r{number}" for number in range(2500)]
     form = StructuredOutput(
         grammar=f"start: {'|'.join(rules)}\n" + "".join(f'{rule}: "x" "{rule}"\n' for rule in rules)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from draftwood.runtime.structured.json_guard import ANY_VALUE, NUMBER, JsonGuard, State, Tokens
@@ -43,6 +43,7 @@ GUARDS = [
     opened=st.sampled_from([b'{"', b"<call>", b'[{"a":"', b'{"a":{']),
     walk=st.lists(st.integers(0, len(TOKENS.texts) - 1), max_size=25),
 )
+@example(GUARDS[0], b'{"', [TOKENS.texts.index(each) for each in (b"\xc3", b"\\u007f", b'"')])  # half a character
 def test_what_is_forbidden_is_what_breaks_a_rule(guard: JsonGuard, opened: bytes, walk: list[int]) -> None:
     state: State = guard.start()
     for token in [TOKENS.texts.index(opened), *walk]:

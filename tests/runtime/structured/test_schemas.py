@@ -146,7 +146,6 @@ def test_usual_schemas(name: str, model: Model) -> None:
     assert model.takes(schema, right) and not model.takes(schema, wrong)
 
 
-INSIDE = {"properties": {"x": {"items": {"const": BIG}}}}
 REFUSED: dict[str, tuple[Any, str]] = {
     "uniqueItems": ({"properties": {"x": {"uniqueItems": True}}}, "properties.x.uniqueItems: this keyword"),
     "a definition": ({"$ref": "#/$defs/a", "$defs": {"a": {"contains": {}}}}, "$defs.a.contains: this keyword"),

@@ -74,7 +74,7 @@ def test_special_tokens_that_are_not_skipped_stand_between_the_texts_around_them
     assert written == "".join(continuation(byte_level, before, part) + name for part in parts)
 
 
-def test_a_shown_special_token_keeps_the_leading_space_behind_it(sentencepiece: Tokenizer) -> None:
+def test_a_shown_special_token_keeps_the_leading_space_after_it(sentencepiece: Tokenizer) -> None:
     before, tokens = sentencepiece.encode("Once"), sentencepiece.encode("upon a")[1:]
     shown = IncrementalDetokenizer(sentencepiece, before, skip_special_tokens=False)
     assert "".join(shown.push([*tokens[:1], 2, *tokens[1:]])) == " upon\n</s>\n a".replace("\n", "")

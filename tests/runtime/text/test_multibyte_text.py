@@ -111,7 +111,7 @@ def added_text(before: bytes, after: bytes, final: bool = True) -> str:
 @pytest.mark.parametrize("name", ["byte_level", "byte_fallback"])
 @settings(max_examples=100)
 @given(data=st.data())
-def test_any_token_ids_behind_any_prompt(name: str, byte_level: Cut, byte_fallback: Cut, data: st.DataObject) -> None:
+def test_any_token_ids_after_any_prompt(name: str, byte_level: Cut, byte_fallback: Cut, data: st.DataObject) -> None:
     """Prompts that begin, stop or lie inside characters, bytes that never become one, special tokens in between."""
     cut = {"byte_level": byte_level, "byte_fallback": byte_fallback}[name]
     size = cut.tokenizer.vocab_size
@@ -220,7 +220,7 @@ def test_each_piece_knows_whether_the_draft_proposed_it(byte_level: Cut) -> None
     assert drafted == [*((letter, True) for letter in "abcd"), *((letter, False) for letter in "efg\ufffd")]
 
 
-def test_drafted_tokens_behind_a_stop_are_no_part_of_the_text(byte_level: Cut) -> None:
+def test_drafted_tokens_after_a_stop_are_no_part_of_the_text(byte_level: Cut) -> None:
     writer, stats = TextWriter(byte_level.tokenizer, [], SamplingParams(stop=("e",))), SpecDecodeStats()
     counts = []
     for text, accepted, reason in (("abc", 2, None), ("defgh", 4, "length")):
@@ -231,7 +231,7 @@ def test_drafted_tokens_behind_a_stop_are_no_part_of_the_text(byte_level: Cut) -
 
 
 @pytest.mark.parametrize(("min_tokens", "expected"), [(0, "a"), (1, "a"), (2, "aba"), (3, "aba"), (4, "abab")])
-def test_a_stop_string_ends_a_text_behind_min_tokens(byte_level: Cut, min_tokens: int, expected: str) -> None:
+def test_a_stop_string_ends_a_text_after_min_tokens(byte_level: Cut, min_tokens: int, expected: str) -> None:
     params = SamplingParams(stop=("b",), min_tokens=min_tokens, max_tokens=4)
     stats = SpecDecodeStats(num_tokens=4)
     chunk = TextWriter(byte_level.tokenizer, [], params).write(
@@ -261,7 +261,7 @@ def test_every_token_has_its_bytes_and_a_blank_is_one(name: str, request: pytest
 def test_tokens_begin_where_the_text_before_them_ends(
     name: str, byte_level: Cut, byte_fallback: Cut, text: str, more: str, data: st.DataObject
 ) -> None:
-    """With an echo the prompt comes first. Special tokens are in neither text, unless they are shown behind it."""
+    """With an echo the prompt comes first. Special tokens are in neither text, unless they are shown after it."""
     cut = {"byte_level": byte_level, "byte_fallback": byte_fallback}[name]
     known, ids = TokenTexts(cut.tokenizer), cut.ids("a" + text + more)
     split = data.draw(st.integers(1, len(ids)))

@@ -184,7 +184,7 @@ def test_other_threads_run_while_a_text_is_encoded(folder: Path) -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs /proc and fork")
-def test_encoding_starts_no_threads_and_continues_behind_a_fork(folder: Path) -> None:
+def test_encoding_starts_no_threads_and_continues_after_a_fork(folder: Path) -> None:
     code = (
         "import os, sys, pathlib; from draftwood.runtime.text.tokenizer import Tokenizer\n"
         "tokenizer, threads = Tokenizer.load(pathlib.Path(sys.argv[1])), len(os.listdir('/proc/self/task'))\n"

@@ -112,7 +112,7 @@ def test_text_before_a_call_is_not_held_back() -> None:
     assert [part.arguments for part in reader.push("1") if not isinstance(part, str)] == ["1"]
 
 
-def test_calls_behind_the_first_are_left_out_where_one_is_allowed() -> None:
+def test_calls_after_the_first_are_left_out_where_one_is_allowed() -> None:
     assert read(HERMES, f"{TWO}\n</tool_call>", [], parallel=False) == ("", [("g", "{}")])
 
 
@@ -146,7 +146,7 @@ class Counted(str):
 
 @pytest.mark.parametrize("begun", ["<tool_call>", '<tool_call>{"name":"f","arguments":{}}'])
 def test_a_whole_text_is_copied_a_few_times_however_many_calls_it_holds(begun: str) -> None:
-    """A client can force any number of marks or calls by allowed_token_ids; a copy of the rest behind each would take
+    """A client can force any number of marks or calls by allowed_token_ids; a copy of the rest after each would take
     quadratic time."""
 
     class Piece(Counted):
