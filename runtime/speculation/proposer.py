@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from ..engines.base import Engine, ForwardOutput, Pass, TokenBatch
-from ..engines.passes import Passes, causal_batch, prefill_passes
+from ..engines.passes import PENDING, Passes, causal_batch, prefill_passes
 from ..engines.rounds import RoundOutcome
 from ..sampling.random import RandomStream
 from ..sampling.sampler import Sampler
@@ -91,10 +91,11 @@ class DraftProposer:
         self.passes += 1
         self.rows += len(pending)
         asked = None if ranking_only else sampler.drawn
-        spec, read = self._engine.spec, max(0, len(pending) - self._engine.spec.max_width)
+        most = min(PENDING, self._engine.spec.max_width)
+        read = len(pending) - 1 if len(pending) > most else 0  # in passes that others need not wait for
         with self.scoring:
             yield from prefill_passes(self._engine, self.cache, pending[:read], output_read=False)
-            batch = causal_batch(spec, pending[read:], self.cache.length, ranking_only, asked)
+            batch = causal_batch(self._engine.spec, pending[read:], self.cache.length, ranking_only, asked)
             output = yield Pass(self._engine, batch, self.cache)
             self.cache.commit(range(batch.num_tokens))
         self._slots, self._visible = {}, []
