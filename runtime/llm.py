@@ -30,7 +30,6 @@ from .engines.backends import describe_backend, slot_bytes
 from .engines.base import Engine
 from .engines.shared.memory import CacheBudget, cache_budget, check_text_memory
 from .engines.shared.pool import PooledEngine, pools_over
-from .prepared import Prepared
 from .prompt import PromptType, check_prompt, is_batch, plain_prompt, too_long_error
 from .sampling.params import SamplingParams
 from .sampling.random import seeded_streams
@@ -40,7 +39,7 @@ from .speculation.planning.budget import DraftBudget
 from .speculation.planning.cost import CostModel
 from .speculation.planning.drift import Drift
 from .speculation.planning.experience import Experience
-from .structured.grammars import Grammars
+from .structured.grammars import Grammars, Prepared
 from .text.chat_prompt import write_conversation
 from .text.conversation import ASKED, ChatSettings, Conversation, is_conversations
 from .text.result import RequestOutput

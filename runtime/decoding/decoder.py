@@ -26,8 +26,7 @@ from ..speculation.planning.lookups import NO_MATCH
 from ..speculation.proposer import DraftProposer
 from ..speculation.stopwatch import Stopwatch
 from ..speculation.verifier import Acceptance, end_before_nothing, match_best
-from .chunk import LENGTH, TokenChunk
-from .logprobs import output_logprobs, read_prompt
+from .chunk import LENGTH, TokenChunk, output_logprobs, read_prompt
 from .request import Request
 from .round import (
     END_OF_ROOM,

@@ -160,15 +160,14 @@ class ForwardOutput(NamedTuple):
     acceptance: NDArray[np.float32] | None = None
     softmaxes: Sequence[Softmax | None] = ()
 
-    def row(self, index: int) -> ForwardOutput:
-        """The results of one row, as views."""
-        only = slice(index, index + 1)
+    def part(self, rows: slice) -> ForwardOutput:
+        """The results of a range of rows, as views."""
         return ForwardOutput(
-            self.logits[only],
-            None if self.top_ids is None else self.top_ids[only],
-            None if self.top_logprobs is None else self.top_logprobs[only],
-            None if self.acceptance is None else self.acceptance[only],
-            self.softmaxes[only],
+            self.logits[rows],
+            None if self.top_ids is None else self.top_ids[rows],
+            None if self.top_logprobs is None else self.top_logprobs[rows],
+            None if self.acceptance is None else self.acceptance[rows],
+            self.softmaxes[rows],
         )
 
     def rows(self, indices: Sequence[int]) -> ForwardOutput:

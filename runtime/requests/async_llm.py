@@ -21,9 +21,9 @@ from ..decoding.round import Observer
 from ..decoding.scheduler import MAX_RUNNING
 from ..engines.shared.pool import PREFIX_CACHE_SLOTS
 from ..llm import LLM, Speculation
-from ..prepared import Prepared
 from ..prompt import PromptType, plain_prompt
 from ..sampling.params import SamplingParams, as_float
+from ..structured.grammars import Prepared
 from ..text.conversation import ASKED, ChatSettings
 from ..text.tokenizer import token_sequences
 from .engine_thread import EngineThread

@@ -8,7 +8,7 @@ from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 from threading import Event, Lock
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 from weakref import WeakSet
 
 import numpy as np
@@ -78,6 +78,15 @@ class Grammar:
         copy = self.matcher.deep_copy()
         copy.compute_bitmask()
         return not copy.is_error()
+
+
+class Prepared(NamedTuple):
+    """What takes time between the settings of a call and its texts, for all of its choices."""
+
+    # That of `SamplingParams.structured`; None without one.
+    grammar: Grammar | None
+    # The token sequences of `SamplingParams.bad_words`.
+    bad_words: Sequence[Sequence[int]]
 
 
 class MatcherConstraint:

@@ -26,9 +26,8 @@ from ....models.errors import EngineError
 from ...sampling.softmax import Softmax, Wanted, softmax_of
 from ..base import Engine, ForwardOutput, Pass, TokenBatch, check_cache, num_fitting
 from ..cache import FIRST_CAPACITY, Storage
-from .placement import PANEL, Placement, place
 from .prefix import EMPTY_TEXT, PrefixTree
-from .sequence import PooledKVCache
+from .sequence import PANEL, Placement, PooledKVCache, place
 
 LIVE_SHARE = 0.6  # a full cache is compacted instead of grown if at most this share of its used slots is live
 SPARE_FACTOR = 4  # a cache with more than this multiple of the needed slots shrinks, because attention spans all slots
@@ -150,7 +149,7 @@ class PooledEngine(Engine):
             cache.run = run
         if len(passes) > 1 or caches[0] is not self._newest:
             self._newest, self._first = caches[-1], int(placed.slots[-1][0])
-        return [output] if len(passes) == 1 else [slice_output(output, part) for part in parts]
+        return [output] if len(passes) == 1 else [output.part(part) for part in parts]
 
     def _joined(
         self, passes: Sequence[Pass], caches: Sequence[PooledKVCache], placed: Placement, width: int
@@ -322,17 +321,6 @@ class PooledEngine(Engine):
             np.all(np.diff(place[np.concatenate((each.slots, each.speculative_slots))]) > 0) for each in self.caches
         )
         return order if ascend else ended
-
-
-def slice_output(output: ForwardOutput, rows: slice) -> ForwardOutput:
-    """The results of a range of rows, as views."""
-    return ForwardOutput(
-        output.logits[rows],
-        None if output.top_ids is None else output.top_ids[rows],
-        None if output.top_logprobs is None else output.top_logprobs[rows],
-        None if output.acceptance is None else output.acceptance[rows],
-        output.softmaxes[rows],
-    )
 
 
 def pools_over(engines: Sequence[Engine], texts: int, slots: int | None, prefixes: int) -> list[PooledEngine]:

@@ -15,11 +15,11 @@ from fastapi.responses import Response, StreamingResponse
 
 from ....models.errors import DraftwoodError, RequestError
 from ...decoding.queue import max_client_places
-from ...prepared import Prepared
 from ...prompt import Prompt
 from ...requests.async_llm import AsyncLLM, RequestStream
 from ...sampling.params import SamplingParams
 from ...speculation.config import SpeculativeConfig
+from ...structured.grammars import Prepared
 from ...text.token_texts import TokenTexts
 from ...text.writer import StreamChunk
 from ..http.errors import UnknownModel, refusal_of

@@ -14,8 +14,8 @@ from draftwood.models.errors import EngineError
 from draftwood.runtime.engines.base import TokenBatch
 from draftwood.runtime.engines.native.engine import NativeEngine, NativeKVCache
 from draftwood.runtime.engines.passes import causal_batch, prefill
-from draftwood.runtime.engines.shared.placement import PANEL
 from draftwood.runtime.engines.shared.pool import PooledEngine
+from draftwood.runtime.engines.shared.sequence import PANEL
 
 WIDTHS = (1, 2, 4, 8, 16, 32)
 

@@ -21,8 +21,8 @@ from draftwood.runtime.decoding.stats import SpecDecodeStats
 from draftwood.runtime.engines.base import Engine, ForwardOutput, KVCache, Pass, TokenBatch
 from draftwood.runtime.engines.passes import Steps, causal_batch, prefill
 from draftwood.runtime.engines.shared.memory import CacheBudget, OutOfMemoryError
-from draftwood.runtime.engines.shared.placement import PANEL
 from draftwood.runtime.engines.shared.pool import SPARE_PASSES, PooledEngine
+from draftwood.runtime.engines.shared.sequence import PANEL
 from draftwood.runtime.sampling.params import SamplingParams
 from draftwood.runtime.sampling.random import seeded_streams
 from draftwood.runtime.sampling.sampler import Sampler

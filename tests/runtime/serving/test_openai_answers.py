@@ -18,7 +18,6 @@ from pydantic import BaseModel, ValidationError
 from draftwood.models.errors import RequestError
 from draftwood.runtime.decoding.chunk import TokenLogprob
 from draftwood.runtime.decoding.stats import SpecDecodeStats
-from draftwood.runtime.prepared import Prepared
 from draftwood.runtime.sampling.params import SamplingParams
 from draftwood.runtime.serving.http.errors import invalid
 from draftwood.runtime.serving.json_text import AT_A_TIME, pieces
@@ -28,6 +27,7 @@ from draftwood.runtime.serving.openai.bodies import MAX_PARTS, MAX_PROMPTS, Chat
 from draftwood.runtime.serving.openai.formats import AnswerFormat, ChatFormat, CompletionFormat
 from draftwood.runtime.serving.openai.streams import Numbered
 from draftwood.runtime.serving.waiting import TimeLimit
+from draftwood.runtime.structured.grammars import Prepared
 from draftwood.runtime.text.token_texts import TokenTexts
 from draftwood.runtime.text.writer import StreamChunk
 
