@@ -49,7 +49,7 @@ TESTS = {
         "test_verifier",
         "test_llm",
     ),
-    "runtime/decoding/queue.py": ("test_queue", "test_queueing", "test_async_llm"),
+    "runtime/decoding/queue.py": ("test_queue", "test_async_llm"),
     "runtime/decoding/scheduler.py": (
         "test_async_pool",
         "test_async_llm",

@@ -32,7 +32,7 @@ class Run(NamedTuple):
     end: int = 0
 
     def commit(self, last: int) -> Run:
-        """The run after a commit, or a rollback. last: the last accepted slot. The slots of rejected rows behind it are
+        """The run after a commit, or a rollback. last: the last accepted slot. The slots of rejected rows after it are
         free again: no other sequence can refer to them."""
         first = last + 1 if self.kept <= last < self.next else self.kept
         return Run(first, first, self.end)

@@ -26,6 +26,8 @@ from .memory import CacheMemory, cache_geometry
 from .pool import SharedKVCache, StaticPool
 from .rounds import SharedRounds, StaticRounds, can_run
 
+MOST_PAIRS = 8  # of memories whose rounds are kept: their buffers have rows of the vocabulary
+
 
 class MemoryUse(NamedTuple):
     """The bytes that an engine takes. weights, workspace: on the device. kv_cache: on the device, for all sequences of
@@ -64,7 +66,7 @@ class StaticEngine(Engine):
         self.has_queued_moves = False  # whether commits are queued that no pass has waited for
         self._executions: dict[PassShape, Execution] = {}
         self._pool: StaticPool | None = None
-        # The rounds over two memories: graphs contain addresses, so both are kept for later texts.
+        # The rounds over two memories, the latest pair last: graphs contain addresses, so later texts use both again.
         self._rounds: dict[tuple[CacheMemory, CacheMemory], SharedRounds] = {}
         self._idle: list[CacheMemory] = []  # of closed caches of an engine for one sequence
 
@@ -145,9 +147,11 @@ class StaticEngine(Engine):
             return None
         memories = cache.memory, draft_cache.memory
         with self.lock:
-            if memories not in self._rounds:
-                self._rounds[memories] = SharedRounds(self, draft, memories)
-            return StaticRounds(self._rounds[memories], cache, draft_cache)
+            shared = self._rounds.pop(memories, None) or SharedRounds(self, draft, memories)
+            self._rounds[memories] = shared
+            if len(self._rounds) > MOST_PAIRS:
+                del self._rounds[next(iter(self._rounds))]
+            return StaticRounds(shared, cache, draft_cache)
 
     def close(self) -> None:
         with self.lock:  # waits for the pass of another thread

@@ -23,7 +23,7 @@ from draftwood.runtime.decoding.round import Observer, Round
 from draftwood.runtime.engines.rounds import MATCH, TRAVERSAL, RoundShape
 from draftwood.runtime.engines.static.cuda import CudaDevice
 from draftwood.runtime.engines.static.draws import Vocabulary
-from draftwood.runtime.engines.static.engine import StaticEngine
+from draftwood.runtime.engines.static.engine import MOST_PAIRS, StaticEngine
 from draftwood.runtime.engines.static.rounds import MOST_DRAWN, StaticRounds
 from draftwood.runtime.sampling.random import RandomStreams, seeded_streams
 from draftwood.runtime.sampling.sampler import Sampler
@@ -205,6 +205,20 @@ def test_few_rounds_above_temperature_0_are_kept(pair: Pair, monkeypatch: pytest
     for shape in (*greedy, *drawn, drawn[-1]):
         shared._round(shape, 1)
     assert list(shared._rounds) == [(shape, 1) for shape in (*greedy, *drawn[-MOST_DRAWN:])]
+
+
+def test_few_pairs_of_memories_keep_their_rounds(pair: Pair) -> None:
+    """A closed cache's memory is the next one's, with its graphs; of many at a time the latest pairs stay."""
+    for count in (1, MOST_PAIRS + 2, 1):
+        opened = [(pair.target.new_cache(), pair.draft.new_cache()) for _ in range(count)]
+        rounds = [pair.target.rounds(cache, pair.draft, other) for cache, other in opened]
+        for cache in (each for both in opened for each in both):
+            cache.close()
+        if count > 1:
+            latest = rounds[-1]
+    assert len(pair.target._rounds) == MOST_PAIRS
+    assert isinstance(latest, StaticRounds) and isinstance(rounds[0], StaticRounds)
+    assert rounds[0]._shared is latest._shared
 
 
 def test_vocabularies_that_are_drawn_from() -> None:
