@@ -283,7 +283,7 @@ class LLM:
         if self.is_pooled:
             pools = pools_over(self._engines, max_running, slots.allocated, prefix_cache_slots)
             target, draft = pools[0], pools[1] if len(pools) > 1 else None
-        drafts = DraftBudget(Drift(self.costs))
+        drafts = DraftBudget(Drift(self.costs), None if draft is None else draft.spec.model.draft_context)
         return Scheduler(max_running, max_waiting, target, draft, pools, slots, prefill, drafts)
 
     @property

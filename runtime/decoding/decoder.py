@@ -13,7 +13,7 @@ from ..engines.rounds import RoundShape
 from ..sampling.random import RandomStreams
 from ..sampling.sampler import Sampler, ScoredRows
 from ..sampling.softmax import softmax_of
-from ..speculation.config import SpeculativeConfig
+from ..speculation.config import Rules, SpeculativeConfig, rules_of
 from ..speculation.graph.token_graph import TokenGraph
 from ..speculation.graph.token_tree import TokenTree, root_alone, unroll
 from ..speculation.growers.lookup import graft_chosen, graft_given
@@ -121,6 +121,8 @@ class SpeculativeDecoder:
             reading, decoding = Stopwatch(), Stopwatch()
             with reading:
                 yield from self._read(request)
+            if request.controller is not None:
+                caches.callback(request.controller.leave)
             stats.prompt_seconds = reading.seconds
             finish_reason = None if request.tokens_left else LENGTH
             if finish_reason is not None:
@@ -146,12 +148,13 @@ class SpeculativeDecoder:
     def _round(self, request: RequestState) -> Works[Outcome]:
         """Run one round: plan, propose, verify, commit, learn."""
         plan = self._plan(request)
-        shape = self._whole_shape(request, plan)
+        rules = self._rules(request, plan)
+        shape = self._whole_shape(request, plan, rules)
         if shape is not None and request.rounds is not None and request.proposer is not None:
             return (yield from run_whole(request.rounds, request.proposer, request, plan, shape))
-        proposal = yield from self._propose(request, plan)
+        proposal = yield from self._propose(request, plan, rules)
         tree = proposal.tree
-        output, acceptance = yield from self._verify(request, plan, tree)
+        output, acceptance = yield from self._verify(request, rules, tree)
         rows = len(tree.token_ids)
         request.time_pass(rows)
         request.cache.commit([0, *acceptance.rows])
@@ -161,17 +164,22 @@ class SpeculativeDecoder:
         request.learn(plan, tree, acceptance, token_ids)
         return Outcome(plan, rows - 1, sum(tree.merged), output.logits, acceptance, token_ids, proposal)
 
-    def _whole_shape(self, request: RequestState, plan: RoundPlan | None) -> RoundShape | None:
+    def _rules(self, request: RequestState, plan: RoundPlan | None) -> Rules | None:
+        """The rules of the round's proposal; None where there is none."""
+        if self._config is None or (plan is not None and not plan.depth):
+            return None
+        return rules_of(self._config, None if plan is None else plan.limits, request.greedy)
+
+    def _whole_shape(self, request: RequestState, plan: RoundPlan | None, rules: Rules | None) -> RoundShape | None:
         """The shape of the next round if an engine runs it as a whole; None if the host runs it pass by pass. No other
         place decides this."""
         rounds, proposer = request.rounds, request.proposer
-        if rounds is None or proposer is None or self._config is None or proposer.outgrown:
+        if rounds is None or proposer is None or rules is None or proposer.outgrown:
             return None
         if request.sampler.follows_path or not request.may_run_whole:
             return None
-        if plan is not None and (plan.given or not plan.depth):
+        if plan is not None and plan.given:
             return None
-        rules = request.rules_of(self._config, plan)
         # A drawn tree is as deep as it was planned.
         may_end = plan is not None and rules.shape is not None and rules.shape.is_tree
         shape = shape_of(rules.shape, request.draws, request.tokens_left, may_end)
@@ -225,16 +233,16 @@ class SpeculativeDecoder:
         request.look_up(max_depth)
         return controller.or_lookup(plan, request.match)
 
-    def _propose(self, request: RequestState, plan: RoundPlan | None) -> Works[Proposal]:
+    def _propose(self, request: RequestState, plan: RoundPlan | None, rules: Rules | None) -> Works[Proposal]:
         """The round's proposal; it is the root alone where the plan wants no proposal or no proposed token fits."""
         graph, max_depth = TokenGraph(request.root), request.tokens_left - 1
         if self._config is None or max_depth < 1:
             return Proposal(graph, root_alone(request.root), NO_SPECULATION if self._config is None else END_OF_ROOM)
         if request.proposer is None or (plan is not None and plan.given):
             return propose_found(request.root, request.look_up(max_depth), plan)
-        if plan is not None and not plan.depth:
+        if rules is None:
             return Proposal(graph, root_alone(request.root), NOT_WORTH_IT)
-        rules, sampler = request.rules_of(self._config, plan), request.sampler
+        sampler = request.sampler
         depth = max_depth if plan is None else min(max_depth, plan.depth)
         found = request.look_up(depth) if self._config.lookup_ngram else []
         if found and not rules.chooses:
@@ -251,7 +259,7 @@ class SpeculativeDecoder:
             reason = growth_end(graph, tree, self._config, request.greedy, max_depth, plan, by_rule)
         return Proposal(graph, tree, reason)
 
-    def _verify(self, request: RequestState, plan: RoundPlan | None, tree: TokenTree) -> Works[Verified]:
+    def _verify(self, request: RequestState, rules: Rules | None, tree: TokenTree) -> Works[Verified]:
         """Score the root and the tree with the target, and choose the accepted path."""
         with request.scoring:
             ranks = TOP_IDS.name in self._target.spec.outputs  # then its most probable tokens are enough, no logits
@@ -262,10 +270,9 @@ class SpeculativeDecoder:
         if batch.ranking_only and output.top_ids is not None:
             return output, match_best(tree, output.top_ids[:, 0])
         scored, streams = ScoredRows(request.sampler, output.logits, output.softmaxes), request.streams
-        if len(tree.token_ids) == 1 or self._config is None:
+        if len(tree.token_ids) == 1 or rules is None:
             return output, Acceptance([], scored.choose(0, [], streams.target))
-        verify = request.rules_of(self._config, plan).verify
-        return output, end_before_nothing(tree, verify(tree, scored, streams))
+        return output, end_before_nothing(tree, rules.verify(tree, scored, streams))
 
     def _record(self, stats: SpecDecodeStats, request: RequestState, outcome: Outcome) -> None:
         """Add a round to the request's counts."""

@@ -8,7 +8,7 @@ from ..engines.base import KVCache
 from ..engines.rounds import Rounds
 from ..sampling.random import RandomStreams
 from ..sampling.sampler import Sampler
-from ..speculation.config import Rules, SpeculativeConfig
+from ..speculation.config import SpeculativeConfig
 from ..speculation.graph.token_tree import TokenTree
 from ..speculation.planning.controller import Controller, RoundPlan
 from ..speculation.planning.estimate import choices_of
@@ -60,22 +60,12 @@ class RequestState:
         self.match = NO_MATCH
         self.calibration = None if config is None else config.calibration(self.greedy)
         self.scoring = Stopwatch()  # of the target's passes
-        # By a plan's limits. A plan mostly holds for several rounds.
-        self._rules: dict[tuple[int, int, bool, bool] | None, Rules] = {}
         self._endings = {*params.stop_token_ids, *(() if params.ignore_eos else eos)}
 
     @property
     def root(self) -> int:
         """The last committed token."""
         return self.tokens[-1]
-
-    def rules_of(self, config: SpeculativeConfig, plan: RoundPlan | None) -> Rules:
-        """The rules of a configuration within a plan's limits."""
-        limits = None if plan is None else (plan.depth, plan.size, plan.chain, plan.chosen)
-        rules = self._rules.get(limits)
-        if rules is None:
-            rules = self._rules[limits] = (config if plan is None else config.within(plan)).rules(self.greedy)
-        return rules
 
     def look_up(self, most: int) -> list[int]:
         """What a prompt lookup finds: up to `most` tokens, as far as the structured output allows them."""

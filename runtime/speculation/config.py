@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import NamedTuple
 
 from ...models.bindings import TOP_COLUMNS
@@ -18,7 +19,7 @@ from .growers.lookup import LENGTHS, PromptLookup
 from .growers.specdecpp import Confidence, Entropy, Fixed, SpecDecPP, SpecDecPPLagged, Stopper
 from .planning.budget import DraftBudget
 from .planning.calibration import Calibration, Estimate, uncorrected
-from .planning.controller import Controller, RoundPlan
+from .planning.controller import Controller, Limits
 from .planning.cost import CostModel
 from .planning.estimate import Shapes
 from .planning.experience import Experience
@@ -279,15 +280,15 @@ class SpeculativeConfig:
         either = self.grow == AUTO and self.merge == "none" and not self.lookup_ngram
         return Shapes(tuple(sorted(sizes)), depth, self.frontier_width, either, self.max_given)
 
-    def within(self, plan: RoundPlan) -> SpeculativeConfig:
+    def within(self, depth: int, size: int, chain: bool, chosen: bool) -> SpeculativeConfig:
         """The same configuration with a plan's limits. A shape that the settings fix keeps its size."""
         if self.shaped or not self.drafts:
             return self
-        grow = "topk" if plan.chosen else "chain" if plan.chain else self.grow
-        width, depth = 1 if plan.chain and plan.chosen else self.frontier_width, plan.depth
-        verify = "match" if plan.chosen else self.verify  # only matching verifies chosen tokens
+        grow = "topk" if chosen else "chain" if chain else self.grow
+        width = 1 if chain and chosen else self.frontier_width
+        verify = "match" if chosen else self.verify  # only matching verifies chosen tokens
         within = replace(self, grow=grow, verify=verify, frontier_width=width)
-        return replace(within, max_draft_len=depth, max_total_draft_tokens=plan.size)
+        return replace(within, max_draft_len=depth, max_total_draft_tokens=size)
 
     def calibration(self, greedy: bool) -> Calibration | None:
         """The calibration table of one request, if the configuration corrects the draft's probabilities."""
@@ -341,3 +342,9 @@ class SpeculativeConfig:
         size, depth, width = self.max_total_draft_tokens, self.max_draft_len, self.frontier_width
         tau, shares = self.merge_ngram - 1 if self.merge == "gsd" else None, (self.sibling_share, self.leaf_share)
         return Growth(size, depth, width, shape, tau, self.draft_threshold, *shares, self.key == "head", estimate)
+
+
+@lru_cache(maxsize=1024)
+def rules_of(config: SpeculativeConfig, limits: Limits | None, greedy: bool) -> Rules:
+    """The rules of a configuration within a plan's limits. Cached: texts mostly have the plans of others."""
+    return (config if limits is None else config.within(*limits)).rules(greedy)

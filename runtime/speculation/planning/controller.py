@@ -22,26 +22,26 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from .budget import DraftBudget, Offer
+from .budget import DraftBudget, even_rates
 from .cost import CostModel
 from .drift import UNCHANGED, Factors
 from .estimate import Shapes, VerifierChoice
-from .experience import Experience, Source
+from .experience import Experience
 from .lookups import LONGEST, LookupEstimate, Match, best_lookup
-from .prices import passes_of, prices_of
+from .prices import CONTEXT_STEP, PLAIN, Offer, costs_at, menu_of, prices_of, stored_seconds
 
 PROBE_LOSS = 0.01  # share of plain decoding's time that probes (rounds that test speculation again) may cost
 SHARED_PROBE_LOSS = 0.004  # the same when requests share passes: they learn from each other's probes
 SHARED_SPEED_UP = 1.1  # least expected speed-up of a proposal when requests share passes
 SHARED_LOOKUP = 1.3  # the same of a prompt lookup, over the plan: at 1.1 four texts on a Zen 4 lost 2 %
-CONTEXT_STEP = 64  # tokens of context after which costs are looked up again, for contexts of a multiple of so many
-PLAIN_DEPTH = 0
 READING_DIGITS = 2  # decimals of the time that a draft reads first, per token of the rest and in plain tokens
-HELD, MOST_HELD = 15, 63  # further rounds for which plain decoding stays planned: at first, and where it was planned
-# again and again
-HELD_PROPOSAL = 7  # the same of a proposal that is no probe, of a request alone
+# Further rounds for which a plan stays: at first, and the most. Twice as long each time that the same is planned again.
+HELD_PLAIN, HELD_ALONE, HELD_SHARED = (15, 63), (7, 7), (3, 15)  # a proposal of a request alone, and of one of several
 LEAST_PATIENCE = 16  # proposals before one of the other source is tried, at least
 FEW = 1 / 4  # share of the requests that may come or go meanwhile
+
+
+Limits = tuple[int, int, bool, bool]
 
 
 class RoundPlan(NamedTuple):
@@ -63,6 +63,11 @@ class RoundPlan(NamedTuple):
     given: bool = False
     reason: str = ""
 
+    @property
+    def limits(self) -> Limits:
+        """What limits the configuration's proposals."""
+        return self.depth, self.size, self.chain, self.chosen
+
 
 class Controller:
     """Plans the rounds of one request."""
@@ -83,43 +88,42 @@ class Controller:
         may also consist of chosen tokens, where the configuration draws them. looks_up: whether a prompt lookup may
         give them."""
         self._draft_context = draft_context
-        self._budget = DraftBudget() if budget is None else budget
-        self._remaining = self._offered = shapes.depth  # tokens of the text; greatest depth that was offered
-        self._unread_seconds = 0.0
-        self._held, self._hold = 0, HELD  # rounds for which the last plan stays, and for which the next one will
+        self._budget = DraftBudget(draft_context=draft_context) if budget is None else budget
+        self._held = self._hold = 0  # rounds for which the last plan still stays, and for which it was to stay
         # The plan holds while sharing and remaining tokens are within these, and this is the state of the budget.
         self._sharing, self._room, self._changes = (0, 0), (0, 0), 0
         self._patience = 0.0  # plain rounds before a probe
-        self._plan = RoundPlan(PLAIN_DEPTH, 0, 1.0, 0.0, 1.0, probe=False)
+        self._plan = RoundPlan(0, 0, 1.0, 0.0, 1.0, probe=False)
         self._costs, self._shapes, self._greedy = costs, shapes, greedy
         self._experience = Experience() if experience is None else experience
-        hosts = (costs.greedy,) if greedy else (costs.sampled, costs.chosen) if chooses else (costs.sampled,)
-        self._sources = tuple(  # the configuration's own first; RoundPlan.chosen is the index
-            Source(host, self._experience.estimate_for(shapes, greedy, bool(index))) for index, host in enumerate(hosts)
-        )
+        # Of every source of tokens, the configuration's own first: RoundPlan.chosen is the index. Times on the host of
+        # a request alone, and what is accepted.
+        self._alone = (costs.greedy,) if greedy else (costs.sampled, costs.chosen) if chooses else (costs.sampled,)
+        self._estimates = [
+            self._experience.estimate_for(shapes, greedy, chosen > 0) for chosen in range(len(self._alone))
+        ]
         self._lookups = LookupEstimate(self._experience.lookups[greedy]) if looks_up else None
         self._given_host = costs.greedy if greedy else costs.chosen
         # The context (in steps), the sharing and the drift of the prices below.
         self._priced: tuple[int, int, Factors] | None = None
+        self._present, self._at = costs, costs_at(costs, 0, 1)
+        self._hosts = [*self._alone]
         self._stored: tuple[float, ...] = ()  # by the table: seconds of a pass of 1, 2, ... rows
-        self._seconds = np.zeros((len(hosts) * shapes.grid[0], shapes.depth))
         self._plain_seconds = 0.0
         self._draft_alone: tuple[float, ...] = ()  # see Prices
         self._longer: tuple[float, ...] = ()
         self._given_seconds: list[float] = []  # of rounds with 1, 2, ... tokens that a prompt lookup gives
         self._most_given = 0.0  # most tokens per second that these rounds promise, see `considers_lookups`
-        self._found: dict[int, RoundPlan] = {}  # the best plan by greatest depth, until the next observation
 
     def plan(self, context: int, remaining: int, sharing: int = 1, unread: int = 1) -> RoundPlan:
         """The next round's limits after `context` committed tokens. remaining: tokens that may still follow, which
         limit the depth. sharing: number of requests whose passes run together; the more there are, the more a row
         costs. unread: committed tokens that the draft would have to read first."""
-        self._plan = self._new_plan(context, remaining, sharing, unread)
-        if not self._plan.depth and not self._plan.probe:
-            self._held, self._hold = self._hold, min(2 * self._hold + 1, MOST_HELD)
-        else:
-            self._held = HELD_PROPOSAL if sharing == 1 and not self._plan.probe else 0
-            self._hold = HELD
+        before, self._plan = self._plan, self._new_plan(context, remaining, sharing, unread)
+        first, longest = HELD_PLAIN if not self._plan.depth else HELD_ALONE if sharing == 1 else HELD_SHARED
+        again = self._hold and self._plan.limits == before.limits
+        self._hold = 0 if self._plan.probe else min(2 * self._hold + 1, longest) if again else first
+        self._held = self._hold
         most, few = self._shapes.depth, int(FEW * sharing)
         self._sharing = sharing - few, sharing + few
         self._room = self._plan.depth, remaining if remaining < most else sys.maxsize
@@ -171,21 +175,22 @@ class Controller:
 
     def _new_plan(self, context: int, remaining: int, sharing: int, unread: int) -> RoundPlan:
         self._price(context, sharing)
-        plain = RoundPlan(PLAIN_DEPTH, 0, 1.0, self._plain_seconds, 1.0, probe=False)
+        plain = RoundPlan(0, 0, 1.0, self._plain_seconds, 1.0, probe=False)
         if remaining < 1:
             return plain
-        drift, reading_time = self._experience.drift if sharing == 1 else None, self._reading_time(unread)
-        best = self._best(remaining)
-        if drift is not None and drift.is_stale(best.speed_up) and not reading_time:
-            drift.look()
-            return plain._replace(probe=True)
-        planned = best if sharing == 1 else self._joint(context, remaining, sharing, reading_time)
+        reading_time = self._reading_time(unread)
+        planned = self._joint(context, remaining, sharing, reading_time)
         if planned.depth and self._pays(planned, remaining, reading_time, sharing):
-            return planned if len(self._sources) == 1 else self._from_either(planned)
+            drift = self._experience.drift if sharing == 1 else None
+            if drift is not None and drift.is_stale(planned.speed_up) and not reading_time:
+                drift.look()
+                return plain._replace(probe=True)
+            return planned if len(self._estimates) == 1 else self._from_either(planned, remaining)
+        best = self._best(remaining)
         self._experience.plain_rounds += 1
         # When one request probes, the others do not draft, so it shares its draft passes with none.
         loss = reading_time + best.depth * self._draft_alone[min(self._shapes.frontier, len(self._draft_alone)) - 1]
-        loss += self._delay(best, sharing)
+        loss += self._delay(best)
         allowed = PROBE_LOSS if sharing == 1 else SHARED_PROBE_LOSS
         self._patience = loss / (allowed * self._plain_seconds)
         if self._experience.plain_rounds > self._patience:
@@ -193,11 +198,12 @@ class Controller:
             return best._replace(probe=True)
         return plain._replace(speed_up=best.speed_up, reason=self._reason_for_plain(best, remaining, unread, sharing))
 
-    def offer(self) -> Offer:
-        """See Member.offer. Where the draft has much to read first, each proposal pays its part of that time."""
-        self._offered = most = min(self._remaining, self._shapes.depth)
-        reading = round(self._unread_seconds / (max(1, self._remaining) * self._plain_seconds), READING_DIGITS)
-        return self._experience.offer(self._sources, self._shapes, most, reading * self._plain_seconds)
+    def _offer(self, remaining: int, reading_time: float = 0.0) -> Offer:
+        """What the request could propose. Where the draft has much to read first, each proposal pays its part of that
+        time."""
+        reading = round(reading_time / (remaining * self._plain_seconds), READING_DIGITS) * self._plain_seconds
+        most = min(remaining, self._shapes.depth)
+        return self._experience.offer(self._estimates, self._shapes, most, self._hosts, reading)
 
     def leave(self) -> None:
         """End the request's part in plans for all requests."""
@@ -205,14 +211,14 @@ class Controller:
 
     def _joint(self, context: int, remaining: int, sharing: int, reading_time: float) -> RoundPlan:
         """The request's part of a plan for all requests that share passes; depth 0 where others gain more from rows."""
-        self._remaining, self._unread_seconds = remaining, reading_time
-        index, speed_up = self._budget.choose(self, context, sharing, self._costs)
-        if not index:
-            return RoundPlan(PLAIN_DEPTH, 0, 1.0, self._plain_seconds, speed_up, probe=False)
-        row, column = divmod(index - 1, self._offered)
-        column = min(column, remaining - 1)  # there may be less room than when the choice was made
-        expected = float(1 + self._expected()[row, column])
-        return self._described(row, column, expected, expected * self._plain_seconds / speed_up, speed_up)
+        own = self._offer(remaining, reading_time)
+        offer, number, speed_up = self._budget.choose(self, own, context, sharing, self._present)
+        if number == PLAIN:
+            return RoundPlan(0, 0, 1.0, self._plain_seconds, speed_up, probe=False)
+        row, column = divmod(number - 1, offer.menu.most)
+        column = min(column, own.menu.most - 1)  # there may be less room than when the choice was made
+        tokens = float(own.tokens[1 + row * own.menu.most + column])
+        return self._described(row, column, tokens, tokens * self._plain_seconds / speed_up, speed_up)
 
     def worth_reading(self, context: int, remaining: int, sharing: int, unread: int) -> bool:
         """Whether the draft shall read `unread` tokens of the prompt of `context` tokens, if `remaining` may follow."""
@@ -222,8 +228,7 @@ class Controller:
     def observe(self, plan: RoundPlan, accepted: Sequence[int], choices: Sequence[VerifierChoice]) -> None:
         """Learn from a verified round the acceptance of its proposal and of every smaller one. accepted: accepted rows
         of the tree. choices: the verifier's choices along these rows."""
-        self._found.clear()
-        self._sources[plan.chosen].estimate.observe(None if plan.chain else plan.size, plan.depth, accepted, choices)
+        self._estimates[plan.chosen].observe(None if plan.chain else plan.size, plan.depth, accepted, choices)
         self._experience.untried_rounds += 1
 
     def observe_pass(self, rows: int, seconds: float) -> None:
@@ -253,11 +258,10 @@ class Controller:
         """Seconds that rounds like `plan` save over a text of `remaining` tokens."""
         return (self._plain_seconds - plan.seconds / plan.tokens) * remaining
 
-    def _delay(self, plan: RoundPlan, sharing: int) -> float:
+    def _delay(self, plan: RoundPlan) -> float:
         """Seconds that one request's proposal adds to a shared pass of plain rows, minus the seconds that it saves."""
-        tokens, alone = plan.size + self._shapes.given, self._sources[plan.chosen].host
-        host = alone if sharing == 1 else alone.shared
-        longer = self._longer[tokens] + host.round + host.token * tokens - host.plain
+        tokens, host = plan.size + self._shapes.given, self._hosts[plan.chosen]
+        longer: float = self._longer[tokens] + host.round + host.token * tokens - host.plain
         return max(0.0, longer - (plan.tokens - 1) * self._plain_seconds)
 
     def _reading_time(self, unread: int) -> float:
@@ -268,34 +272,28 @@ class Controller:
         return missed if unread > self._shapes.depth else 0.0
 
     def _best(self, remaining: int) -> RoundPlan:
-        """The proposal with the most expected tokens per second, at most `remaining` deep."""
-        most = min(remaining, self._shapes.depth)
-        if most not in self._found:
-            expected, every = 1 + self._expected()[:, :most], self._seconds[:, :most]
-            row, column = divmod(int((expected / every).argmax()), most)
-            tokens, seconds = float(expected[row, column]), float(every[row, column])
-            self._found[most] = self._described(row, column, tokens, seconds, tokens * self._plain_seconds / seconds)
-        return self._found[most]
+        """The proposal with the most expected tokens per second where all requests make the same one."""
+        offer = self._offer(remaining)
+        rates = even_rates(offer, self._at)
+        return self._rated(offer, rates, 1 + int(rates[1:].argmax()))
 
-    def _from_either(self, plan: RoundPlan) -> RoundPlan:
+    def _rated(self, offer: Offer, rates: NDArray[np.float64], number: int) -> RoundPlan:
+        """The plan of a choice, by the tokens per second [C] of all choices."""
+        tokens, rate = float(offer.tokens[number]), float(rates[number])
+        return self._described(*divmod(number - 1, offer.menu.most), tokens, tokens / rate, rate * self._plain_seconds)
+
+    def _from_either(self, plan: RoundPlan, remaining: int) -> RoundPlan:
         """The plan, or from time to time one of the same shape from the other source, to learn what that yields. The
         slower it is expected to be, the less often."""
-        kinds, column = self._shapes.grid[0], plan.depth - 1
-        kind = 0 if plan.chain else self._shapes.chain + self._shapes.sizes.index(plan.size)
-        own, other = (kind + source * kinds for source in (plan.chosen, not plan.chosen))
-        tokens, seconds = 1 + self._expected()[:, column], self._seconds[:, column]
-        lost = 1 - float(tokens[other] / seconds[other] * seconds[own] / tokens[own])  # share of the round
+        offer = self._offer(remaining)
+        rates, shapes = even_rates(offer, self._at), self._shapes
+        kind = 0 if plan.chain else shapes.chain + shapes.sizes.index(plan.size)
+        own, other = (offer.menu.number(source, kind, plan.depth) for source in (plan.chosen, not plan.chosen))
+        lost = 1 - float(rates[other] / rates[own])  # share of the round
         if self._experience.untried_rounds <= max(LEAST_PATIENCE, lost / PROBE_LOSS):
             return plan
         self._experience.untried_rounds = 0
-        speed_up = float(tokens[other] * self._plain_seconds / seconds[other])
-        tried = self._described(other, column, float(tokens[other]), float(seconds[other]), speed_up)
-        return tried._replace(probe=True)
-
-    def _expected(self) -> NDArray[np.float64]:
-        """E[accepted] [sources x kinds and sizes, depths]."""
-        expected = [source.estimate.expected_accepted() for source in self._sources]
-        return expected[0] if len(expected) == 1 else np.concatenate(expected)
+        return self._rated(offer, rates, other)._replace(probe=True)
 
     def _described(self, row: int, column: int, tokens: float, seconds: float, speed_up: float) -> RoundPlan:
         """The plan of a source, kind and size (`row`) and depth."""
@@ -305,24 +303,21 @@ class Controller:
         return RoundPlan(depth, size, tokens, seconds, speed_up, probe=False, chain=chain, chosen=bool(chosen))
 
     def _price(self, context: int, sharing: int) -> None:
-        """Compute the seconds [sources x kinds and sizes, depths] of every plan, and of a plain token, after `context`
-        committed tokens: the request's share of passes in which all requests have equally many rows, and its time on
-        the host."""
+        """Look up what passes cost after `context` committed tokens, and so what a plain token does, and a round with
+        each number of tokens that a prompt lookup gives."""
         drift = self._experience.drift if sharing == 1 else self._budget.drift
         priced = context // CONTEXT_STEP, sharing, UNCHANGED if drift is None else drift.factors
         if priced == self._priced:
             return
         self._priced = priced
-        self._found.clear()
-        behind = priced[0] * CONTEXT_STEP
-        read = min(behind, self._draft_context or behind)
-        costs = self._costs if drift is None else drift.costs()
-        hosts = tuple(source.host if sharing == 1 else source.host.shared for source in self._sources)
-        found = prices_of(costs.target, costs.draft, costs.following, hosts, self._shapes, behind, read, sharing)
-        self._seconds, self._plain_seconds, self._draft_alone, self._longer = found
+        self._present = self._costs if drift is None else drift.costs()
+        self._at = at = costs_at(self._present, context, sharing, self._draft_context)
+        *self._hosts, host = (each if sharing == 1 else each.shared for each in (*self._alone, self._given_host))
+        most = int(menu_of(self._shapes, self._shapes.depth, 1).tokens.max())
+        plain, self._draft_alone, self._longer = prices_of(at, most, self._shapes.frontier > 0)
+        self._plain_seconds = plain + self._hosts[0].plain
         follows = drift is not None and sharing == 1
-        self._stored = passes_of(self._costs.target, behind, len(self._longer)) if follows else ()
-        host = self._given_host if sharing == 1 else self._given_host.shared
+        self._stored = stored_seconds(self._costs.target, at.context, len(self._longer)) if follows else ()
         shared = self._plain_seconds - host.plain + host.round
         self._given_seconds = [shared + self._longer[k] + k * host.token for k in range(1, len(self._longer))]
         right: Sequence[float] = range(1, len(self._given_seconds) + 1)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -72,10 +72,9 @@ class PassCosts:
         seconds: NDArray[np.float64] = np.interp(rows, widths, self._behind(context)) * np.maximum(1, rows / widths[-1])
         return seconds
 
-    def shared(self, context: int, sharing: float) -> Callable[[NDArray[Any]], NDArray[np.float64]]:
-        """The seconds, by rows, of passes that so many requests share; `context` tokens precede each on average."""
-        read = self.read(context, sharing)
-        return lambda rows: self.of(np.ceil(rows).astype(np.int64), read)
+    def shared(self, rows: NDArray[Any], context: int, sharing: float) -> NDArray[np.float64]:
+        """The seconds of passes that so many requests share; `context` tokens precede each on average."""
+        return self.of(np.ceil(rows).astype(np.int64), self.read(context, sharing))
 
     def read(self, context: int, sharing: float) -> int:
         """The context whose rows a row of a pass reads that so many requests share."""

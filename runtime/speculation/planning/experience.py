@@ -4,27 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from threading import Lock
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from .budget import Offer
 from .cost import HostCosts
 from .drift import Drift
 from .estimate import AcceptanceEstimate, Shapes
 from .lookups import LookupEstimate
-from .prices import offer_of
+from .prices import Offer, offer_of
 
 REMEMBERED = 64  # number of latest estimates that are kept: clients choose the shapes, so there may be many
-
-
-class Source(NamedTuple):
-    """Where a proposal's tokens come from: drawing, or choosing. host: time of such rounds outside both engines.
-    estimate: of what is accepted of such tokens."""
-
-    host: HostCosts
-    estimate: AcceptanceEstimate
 
 
 class Experience:
@@ -53,16 +44,22 @@ class Experience:
                 del self._general[next(iter(self._general))]
         return AcceptanceEstimate(shapes, general)
 
-    def offer(self, sources: Sequence[Source], shapes: Shapes, most: int, reading: float) -> Offer:
-        """The same object for the same arguments: requests that have not drafted yet have the estimate of all."""
-        expected = tuple(source.estimate.expected_accepted() for source in sources)
-        hosts = tuple(source.host.shared for source in sources)
-        key = *map(id, expected), shapes, most, hosts, reading
+    def offer(
+        self,
+        estimates: Sequence[AcceptanceEstimate],
+        shapes: Shapes,
+        most: int,
+        hosts: Sequence[HostCosts],
+        reading: float,
+    ) -> Offer:
+        """See `offer_of`. The same object for the same arguments: requests that have not drafted yet have the estimate
+        of all."""
+        expected = tuple(estimate.expected_accepted() for estimate in estimates)
+        key = *map(id, expected), shapes, most, *hosts, reading
         known = self._offers.get(key)
         if known is None:
             if len(self._offers) >= REMEMBERED:
                 self._offers.clear()
             # The estimates are kept as well: nothing else has their ids as long as they are.
-            offer = offer_of([each[:, :most] for each in expected], shapes, hosts, reading)
-            known = self._offers[key] = expected, offer
+            known = self._offers[key] = expected, offer_of(expected, shapes, most, hosts, reading)
         return known[1]

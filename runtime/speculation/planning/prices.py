@@ -1,8 +1,8 @@
-"""Prices: seconds of every proposal from which a round may choose, by the costs of passes."""
+"""Prices: what a request may propose, and the seconds of rounds that share passes."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -10,99 +10,145 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...engines.base import read_only
-from .budget import Offer
-from .cost import HostCosts, PassCosts
+from .cost import CostModel, HostCosts, PassCosts
 from .estimate import Shapes
+
+PLAIN = 0  # the first choice of every menu
+CONTEXT_STEP = 64  # tokens of context after which costs are looked up again, for contexts of a multiple of so many
 
 
 class Menu(NamedTuple):
-    """The proposals of some shapes: arrays [kinds and sizes, depths]."""
+    """The choices of some shapes: arrays [C]. The first is plain decoding; the others are all proposals [sources, kinds
+    and sizes, depths]."""
 
     # Proposed tokens.
     tokens: NDArray[np.int64]
-    # Draft passes, and the rows of each but the first, which has two: the root, and often the last accepted token.
-    depths: NDArray[np.int64]
-    frontier: NDArray[np.int64]
+    # Rows of each of the draft's passes [C, D], 0 for none. The first one reads the root, and often the last accepted
+    # token.
+    drafted: NDArray[np.int64]
+    shapes: Shapes
+    # Greatest depth.
+    most: int
+    sources: int
+
+    def number(self, source: int, kind: int, depth: int) -> int:
+        """The number of a choice. kind: 0 is the chain, if there is one; then the sizes of trees follow."""
+        return 1 + (source * self.shapes.grid[0] + kind) * self.most + depth - 1
 
 
-@lru_cache(maxsize=64)
-def menu_of(shapes: Shapes) -> Menu:
+@lru_cache(maxsize=256)
+def menu_of(shapes: Shapes, most: int, sources: int) -> Menu:
     """Cached: most requests have the same shapes."""
-    depths = np.broadcast_to(np.arange(1, shapes.depth + 1), shapes.grid)
-    sizes = np.array([1] * shapes.chain + list(shapes.sizes))[:, None]
-    tokens = np.broadcast_to(sizes, shapes.grid).copy()
-    tokens[: int(shapes.chain)] = depths[0]
-    tokens += shapes.given
-    passes = depths if shapes.frontier else np.zeros_like(depths)
-    return Menu(tokens, passes, np.broadcast_to(np.minimum(sizes, max(1, shapes.frontier)), shapes.grid))
+    grid = (shapes.grid[0], most)
+    depths, sizes = np.arange(1, most + 1), np.array([1] * shapes.chain + list(shapes.sizes))[:, None]
+    tokens = np.broadcast_to(sizes, grid).copy()
+    tokens[: int(shapes.chain)] = depths
+    each = np.where(depths == 1, 2, np.minimum(sizes, max(1, shapes.frontier)))  # of every pass of a kind
+    drafted = np.where(depths <= depths[:, None], each[:, None], 0) * bool(shapes.frontier)
+    return Menu(
+        read_only(np.concatenate(([0], *[tokens.ravel() + shapes.given] * sources))),
+        read_only(np.concatenate((np.zeros((1, most), np.int64), *[drafted.reshape(-1, most)] * sources))),
+        shapes,
+        most,
+        sources,
+    )
+
+
+class Offer(NamedTuple):
+    """What a request could propose: arrays [C] beside its menu. tokens: expected of the round. host: seconds outside
+    both engines."""
+
+    menu: Menu
+    tokens: NDArray[np.float64]
+    host: NDArray[np.float64]
+
+
+def offer_of(
+    expected: Sequence[NDArray[np.float64]], shapes: Shapes, most: int, hosts: Sequence[HostCosts], reading: float
+) -> Offer:
+    """expected, hosts: of every source of tokens: accepted tokens [kinds and sizes, depths], and time on the host.
+    reading: seconds that the draft's reading adds for every token."""
+    menu = menu_of(shapes, most, len(hosts))
+    tokens = np.concatenate(([1.0], *(1 + each[:, :most].ravel() for each in expected)))
+    count = shapes.grid[0] * most
+    rounds = [host.round + host.token * menu.tokens[1 : count + 1] for host in hosts]
+    host = np.concatenate(([hosts[0].plain], *rounds))
+    host[1:] += reading * tokens[1:]
+    return Offer(menu, tokens, host)
+
+
+class Costs(NamedTuple):
+    """The costs of passes, and where they apply."""
+
+    target: PassCosts
+    # Of the draft's first pass of a round, and of those that follow it.
+    draft: PassCosts | None
+    following: PassCosts | None
+    # Committed tokens, a multiple of CONTEXT_STEP; and of them those that the draft attends to.
+    context: int
+    read: int
+    # Requests that share passes.
+    sharing: float
+
+    def seconds(self, rows: NDArray[Any], drafted: NDArray[Any]) -> NDArray[np.float64]:
+        """Seconds of K rounds. rows [K]: of the target's pass. drafted [K, D]: of the draft's passes, 0 for none."""
+        seconds = self.target.shared(rows, self.context, self.sharing)
+        if self.draft is None or self.following is None or not drafted.shape[1]:
+            return seconds
+        least = np.maximum(drafted, 1)
+        first = self.draft.shared(least[:, :1], self.read, self.sharing)
+        each = np.concatenate((first, self.following.shared(least[:, 1:], self.read, self.sharing)), axis=1)
+        total: NDArray[np.float64] = seconds + np.where(drafted > 0, each, 0.0).sum(1)
+        return total
+
+
+def costs_at(costs: CostModel, context: int, sharing: float, draft_context: int | None = None) -> Costs:
+    """The costs after `context` committed tokens. draft_context: the most tokens that the draft attends to."""
+    context = context // CONTEXT_STEP * CONTEXT_STEP
+    read = context if draft_context is None else min(context, draft_context)
+    return Costs(costs.target, costs.draft, costs.following, context, read, sharing)
+
+
+@lru_cache(maxsize=512)
+def even_seconds(costs: Costs, shapes: Shapes, most: int, sources: int) -> NDArray[np.float64]:
+    """Seconds [C] of a request's part of the passes of a round in which all requests make the same choice. Cached,
+    because requests that share passes have the same costs."""
+    menu = menu_of(shapes, most, sources)
+    rows, drafted = costs.sharing * (1 + menu.tokens), costs.sharing * menu.drafted
+    return read_only(costs.seconds(rows, drafted) / costs.sharing)
 
 
 class Prices(NamedTuple):
-    """Seconds of every plan [sources x kinds and sizes, depths], and of a plain token. draft_alone: of a draft pass of
-    1, 2, ... rows of a single request. longer: by which 0, 1, ... tokens of a single request make a shared pass of
-    plain rows longer."""
+    """Seconds of a single request's rows."""
 
-    seconds: NDArray[np.float64]
+    # Of its part of a pass of plain rows.
     plain: float
+    # Of a draft pass of 1, 2, ... rows.
     draft_alone: tuple[float, ...]
+    # By which 0, 1, ... further rows make a shared pass of plain rows longer.
     longer: tuple[float, ...]
 
 
 @lru_cache(maxsize=512)
-def prices_of(
-    target_costs: PassCosts,
-    draft_costs: PassCosts | None,
-    following_costs: PassCosts | None,
-    hosts: tuple[HostCosts, ...],
-    shapes: Shapes,
-    context: int,
-    read: int,
-    sharing: int,
-) -> Prices:
-    """See Controller._price. hosts: of every source of tokens. following_costs: of draft passes behind the first one of
-    a round. read: tokens of the context that the draft attends to. Cached, because requests that share passes have the
-    same prices."""
-    target, draft, widest = target_costs.shared(context, sharing), None, 0
-    if draft_costs is not None and shapes.frontier:  # a prompt lookup has no draft passes
-        draft, widest = draft_costs.shared(read, sharing), draft_costs.widths[-1]
-
-    def part(together: Callable[[NDArray[Any]], NDArray[np.float64]], rows: NDArray[np.int64]) -> NDArray[np.float64]:
-        return together(rows * sharing) / sharing
-
-    def by_source(both_engines: NDArray[np.float64]) -> NDArray[np.float64]:
-        return np.concatenate([both_engines + host.round + host.token * tokens for host in hosts])
-
-    tokens, depths, frontier = menu_of(shapes)
-    seconds = part(target, tokens + 1)
-    plain = float(part(target, np.array(1))) + hosts[0].plain
-    passes = target(np.arange(sharing, sharing + 1 + int(tokens.max(initial=0))))
-    longer = tuple((passes - passes[0]).tolist())
-    if draft is None:
-        return Prices(read_only(by_source(seconds)), plain, (0.0,), longer)
-    following = draft if following_costs is None else following_costs.shared(read, sharing)
-    drafting = part(draft, np.array(2)) + (depths - 1) * part(following, frontier)
-    alone = tuple(draft(np.arange(1, widest + 1)).tolist())
-    return Prices(read_only(by_source(drafting + seconds)), plain, alone, longer)
+def prices_of(costs: Costs, most: int, drafts: bool) -> Prices:
+    """most: further rows. drafts: whether there are draft passes."""
+    passes = costs.target.shared(np.arange(costs.sharing, costs.sharing + 1 + most), costs.context, costs.sharing)
+    alone = (0.0,)
+    if costs.draft is not None and drafts:
+        alone = tuple(costs.draft.shared(np.arange(1, costs.draft.widths[-1] + 1), costs.read, costs.sharing).tolist())
+    return Prices(float(passes[0]) / costs.sharing, alone, tuple((passes - passes[0]).tolist()))
 
 
 @lru_cache(maxsize=512)
-def passes_of(target_costs: PassCosts, context: int, rows: int) -> tuple[float, ...]:
+def row_seconds(costs: Costs) -> tuple[float, float]:
+    """The seconds of another row of the target's pass, and of one of the draft's."""
+    rows, number = np.array([1, 2]) * costs.sharing, costs.sharing
+    target = np.diff(costs.target.shared(rows, costs.context, number)) / number
+    draft = 0.0 if costs.draft is None else np.diff(costs.draft.shared(rows, costs.read, number)).item() / number
+    return target.item(), draft
+
+
+@lru_cache(maxsize=512)
+def stored_seconds(target: PassCosts, context: int, rows: int) -> tuple[float, ...]:
     """Seconds of a single request's target passes of 1, 2, ... rows."""
-    return tuple(target_costs.of(np.arange(1, rows + 1), context).tolist())
-
-
-def offer_of(
-    expected: Sequence[NDArray[np.float64]], shapes: Shapes, hosts: Sequence[HostCosts], reading: float
-) -> Offer:
-    """What a request could propose. expected, hosts: of every source of tokens: accepted tokens [kinds and sizes,
-    depths], and time on the host. reading: seconds that the draft's reading adds for every token."""
-    most = expected[0].shape[1]
-    tokens, depths, frontier = (array[:, :most] for array in menu_of(shapes))
-    of_source = [host.round + host.token * tokens + reading * (1 + e) for e, host in zip(expected, hosts, strict=True)]
-    return Offer(
-        np.concatenate(([1.0], *(1 + each.ravel() for each in expected))),
-        np.concatenate(([1], *[tokens.ravel() + 1] * len(hosts))),
-        np.concatenate(([0], *[depths.ravel()] * len(hosts))),
-        np.concatenate(([1], *[frontier.ravel()] * len(hosts))),
-        np.concatenate(([hosts[0].plain], *(each.ravel() for each in of_source))),
-    )
+    return tuple(target.of(np.arange(1, rows + 1), context).tolist())

@@ -3,9 +3,10 @@ the draft goes on as if it had proposed these tokens itself."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import pytest
+from controllers import plan_each_round
 from costs import table
 from enumeration import decoded, pair, total_variation
 from fakes import FakeEngine, random_model
@@ -16,9 +17,8 @@ from draftwood.runtime.decoding.stats import SpecDecodeStats
 from draftwood.runtime.sampling.params import SamplingParams
 from draftwood.runtime.sampling.random import RandomStreams, seeded_streams
 from draftwood.runtime.sampling.sampler import Sampler, ScoredRows
-from draftwood.runtime.speculation.config import SpeculativeConfig
+from draftwood.runtime.speculation.config import SpeculativeConfig, rules_of
 from draftwood.runtime.speculation.graph.token_tree import TokenTree
-from draftwood.runtime.speculation.planning import controller
 from draftwood.runtime.speculation.planning.controller import Controller, RoundPlan
 from draftwood.runtime.speculation.planning.lookups import Match
 from draftwood.runtime.speculation.verifier import VERIFIERS, Acceptance, sample_and_match
@@ -40,7 +40,7 @@ def test_the_distribution_is_the_targets(setting: str, monkeypatch: pytest.Monke
         return chosen
 
     monkeypatch.setattr(Controller, "or_lookup", noted)
-    monkeypatch.setattr(controller, "HELD", 0)
+    plan_each_round(monkeypatch)
     target, draft = pair(3, 2)
     params = SETTINGS[setting]
     for prompt in ((0, 1, 1, 0), (0, 1, 1, 0, 1)):
@@ -49,6 +49,15 @@ def test_the_distribution_is_the_targets(setting: str, monkeypatch: pytest.Monke
     assert {True, False} == set(given)
 
 
+@pytest.fixture
+def fresh_rules() -> Iterator[None]:
+    """Rules are computed anew, and forgotten."""
+    rules_of.cache_clear()
+    yield
+    rules_of.cache_clear()
+
+
+@pytest.mark.usefixtures("fresh_rules")
 def test_a_lookup_that_is_believed_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     """The negative control of the test above: what was looked up is accepted unseen."""
 

@@ -12,6 +12,7 @@ from draftwood.runtime.decoding.state import RequestState
 from draftwood.runtime.engines.passes import Works
 from draftwood.runtime.sampling.random import seeded_streams
 from draftwood.runtime.sampling.sampler import Sampler
+from draftwood.runtime.speculation.config import Rules
 from draftwood.runtime.speculation.planning.controller import RoundPlan
 from draftwood.runtime.speculation.planning.gpu import GPUS, PassSizes, predicted
 
@@ -24,8 +25,8 @@ class NotingDecoder(SpeculativeDecoder):
 
     depths: list[tuple[int, int]]
 
-    def _propose(self, request: RequestState, plan: RoundPlan | None) -> Works[Proposal]:
-        proposal = yield from super()._propose(request, plan)
+    def _propose(self, request: RequestState, plan: RoundPlan | None, rules: Rules | None) -> Works[Proposal]:
+        proposal = yield from super()._propose(request, plan, rules)
         if plan is not None and plan.depth:
             self.depths.append((plan.depth, max(proposal.graph.depths)))
         return proposal

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from controllers import CHAIN, DEAR_DRAFT, TREES, scaled, settled
+from controllers import CHAIN, DEAR_DRAFT, TREES, plan_each_round, scaled, settled
 from costs import FREE, passes, table
 from enumeration import PROMPT
 from fakes import FakeEngine, mixture, random_model
@@ -18,7 +18,6 @@ from draftwood.runtime.sampling.params import SamplingParams
 from draftwood.runtime.sampling.random import seeded_streams
 from draftwood.runtime.sampling.sampler import Sampler
 from draftwood.runtime.speculation.config import SpeculativeConfig
-from draftwood.runtime.speculation.planning import controller as planning
 from draftwood.runtime.speculation.planning.calibration import Calibration
 from draftwood.runtime.speculation.planning.controller import SHARED_SPEED_UP, Controller, RoundPlan
 from draftwood.runtime.speculation.planning.cost import CostModel, HostCosts, PassCosts
@@ -248,7 +247,7 @@ def test_chosen_tokens_teach_nothing_about_drawn_ones(chosen: bool, monkeypatch:
     """The table of drawn tokens' acceptance grows DySpec's trees."""
     learned: list[int] = []
     plan = Controller.plan
-    monkeypatch.setattr(planning, "HELD_PROPOSAL", 0)
+    plan_each_round(monkeypatch)
     monkeypatch.setattr(Controller, "plan", lambda *args: plan(*args)._replace(chosen=chosen))
     monkeypatch.setattr(Calibration, "update", lambda self, tree, accepted: learned.append(len(tree)))
     stats = rounds(SpeculativeConfig(), table(1.0, 0.1), 1.0, 40)

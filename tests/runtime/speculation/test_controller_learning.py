@@ -11,10 +11,11 @@ from controllers import CHAIN, DEAR_DRAFT, TREES, choices, settled
 from costs import FREE, passes, table
 
 from draftwood.runtime.speculation.config import SpeculativeConfig
-from draftwood.runtime.speculation.planning.controller import CONTEXT_STEP, Controller, RoundPlan
+from draftwood.runtime.speculation.planning.controller import Controller, RoundPlan
 from draftwood.runtime.speculation.planning.cost import CostModel, HostCosts, PassCosts
 from draftwood.runtime.speculation.planning.estimate import SAVED_GUESS, AcceptanceEstimate, Shapes, VerifierChoice
 from draftwood.runtime.speculation.planning.experience import Experience
+from draftwood.runtime.speculation.planning.prices import CONTEXT_STEP
 from draftwood.runtime.speculation.verifier import sample_and_match, traversal_verification
 
 
@@ -45,7 +46,7 @@ def test_one_round_teaches_every_smaller_budget() -> None:
     controller = Controller(table(), TREES, greedy=True)
     for _ in range(300):
         controller.observe(RoundPlan(3, 7, 0.0, 0.0, 0.0, False), [1, 4], [])
-    expected = controller._expected()
+    (expected,) = (estimate.expected_accepted() for estimate in controller._estimates)
     assert expected[1, 2] == pytest.approx(1.0, abs=0.2)  # three tokens
     assert expected[2, 2] == pytest.approx(2.0, abs=0.3)  # seven
     assert expected[2, 2] - expected[1, 2] > 0.7
@@ -59,7 +60,7 @@ def test_tokens_of_a_lookup_come_on_top_of_a_budget() -> None:
         controller.observe(
             RoundPlan(12, 12, 0.0, 0.0, 0.0, False, chain=True), list(range(5, 17)), [VerifierChoice(0, 1)] * 12
         )
-    assert controller._expected()[0, -1] == pytest.approx(12, abs=1)
+    assert controller._estimates[0].expected_accepted()[0, -1] == pytest.approx(12, abs=1)
 
 
 def test_a_probe_that_has_to_read_the_whole_prompt_is_rarer() -> None:
@@ -252,7 +253,7 @@ def test_a_plan_of_chosen_tokens_is_verified_by_matching() -> None:
     config = SpeculativeConfig(frontier_width=3)
     tree = RoundPlan(4, 7, 0.0, 0.0, 0.0, probe=False, chosen=True)
     for plan, width in ((tree, 3), (tree._replace(size=4, chain=True), 1)):
-        limited = config.within(plan)
+        limited = config.within(*plan.limits)
         assert (limited.grow, limited.frontier_width, limited.max_draft_len) == ("topk", width, 4)
         assert limited.rules(greedy=False).verify is sample_and_match
     assert config.rules(greedy=False).verify is traversal_verification

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enumeration
 import pytest
+from controllers import plan_each_round
 from costs import table
 from enumeration import PROMPT, decoded, pair, total_variation
 
@@ -13,7 +14,6 @@ from draftwood.runtime.sampling.params import SamplingParams
 from draftwood.runtime.sampling.random import seeded_streams
 from draftwood.runtime.sampling.sampler import Sampler
 from draftwood.runtime.speculation.config import SpeculativeConfig
-from draftwood.runtime.speculation.planning import controller
 from draftwood.runtime.speculation.planning.controller import Controller
 from draftwood.runtime.speculation.planning.cost import HostCosts
 from draftwood.runtime.speculation.planning.drift import STALE, Drift
@@ -79,8 +79,7 @@ def test_plans_by_what_passes_took_change_no_distribution(monkeypatch: pytest.Mo
 
     monkeypatch.setattr(enumeration, "SpeculativeDecoder", Fresh)
     monkeypatch.setattr(Controller, "observe_pass", timed)
-    for name in ("HELD", "HELD_PROPOSAL"):
-        monkeypatch.setattr(controller, name, 0)
+    plan_each_round(monkeypatch)
     target, draft = pair(1, 2)
     params = SamplingParams(max_tokens=4)
     found = decoded(target, draft, SMALL, params, NEAR)

@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import pytest
-from controllers import CHAIN, choices
+from controllers import CHAIN, choices, plan_each_round
 from costs import table
 from enumeration import decoded, pair, total_variation
 
 from draftwood.runtime.sampling.params import SamplingParams
 from draftwood.runtime.speculation.config import SpeculativeConfig
-from draftwood.runtime.speculation.planning import controller
 from draftwood.runtime.speculation.planning.controller import Controller
 from draftwood.runtime.speculation.planning.cost import HostCosts
 
@@ -33,8 +32,7 @@ def test_planning_changes_no_distribution(name: str, monkeypatch: pytest.MonkeyP
     params = SamplingParams(max_tokens=4)
     for seed, costs in enumerate(NEAR):
         if seed:
-            monkeypatch.setattr(controller, "HELD", 0)
-            monkeypatch.setattr(controller, "HELD_PROPOSAL", 0)
+            plan_each_round(monkeypatch)
         target, draft = pair(seed, 2)
         expected = decoded(target, None, None, params)
         found = decoded(target, draft, LOSSLESS[name], params, costs)

@@ -10,16 +10,16 @@ from controllers import TREES
 from numpy.typing import NDArray
 
 from draftwood.runtime.engines.base import causal_mask, every_row
-from draftwood.runtime.speculation.planning.cost import HostCosts, PassCosts
+from draftwood.runtime.speculation.planning.cost import PassCosts
 from draftwood.runtime.speculation.planning.estimate import tree_steps
-from draftwood.runtime.speculation.planning.prices import prices_of
+from draftwood.runtime.speculation.planning.prices import Costs, even_seconds
 
-COSTS, HOSTS = PassCosts((1, 8), (64,), ((1.0, 2.0),)), (HostCosts(0.0, 0.0, 0.0),)
+COSTS = PassCosts((1, 8), (64,), ((1.0, 2.0),))
 SHARED: dict[str, Callable[[], NDArray[Any]]] = {
     "rows": lambda: every_row(4),
     "mask": lambda: causal_mask(4),
     "steps": lambda: tree_steps(10, 10, TREES),
-    "prices": lambda: prices_of(COSTS, COSTS, None, HOSTS, TREES, 9, 9, 1).seconds,
+    "prices": lambda: even_seconds(Costs(COSTS, COSTS, None, 9, 9, 1), TREES, 8, 1),
 }
 
 
