@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import http.client
 import json
-import random
 import signal
 import socket
 import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -20,7 +18,6 @@ import pytest
 from serving import RUNNING, WAITING, Served, pausable, paused, served, wait_for
 
 from draftwood.cli.main import main
-from draftwood.runtime import LLM, SamplingParams
 
 pytest.importorskip("fastapi", reason="needs the [serve] extra")
 httpx = pytest.importorskip("httpx", reason="needs httpx")
@@ -109,62 +106,6 @@ def test_what_exceeds_a_limit_is_refused_also_if_it_hides_its_size(client: Any) 
     many = client.post("/completions", json={**SHORT, "n": 3})
     assert many.status_code == 400 and "3 choices" in many.text, "one runs and one waits"
     assert client.post("/completions", json=SHORT).status_code == 200
-
-
-def some_request(number: int) -> dict[str, Any]:
-    """A request with settings of its own: SamplingParams' names, and the same text every time."""
-    draw = random.Random(number)
-    settings: dict[str, Any] = {"max_tokens": draw.randint(1, 40), "seed": number}
-    settings["temperature"] = draw.choice([0.0, 0.7, 1.0])
-    settings["top_k"] = 4  # with all candidates, one draw in ten thousand falls upon a rounding edge
-    for name, values in (
-        ("top_p", [0.5, 0.9]),
-        ("min_p", [0.05]),
-        ("repetition_penalty", [1.2]),
-        ("presence_penalty", [0.5]),
-        ("min_tokens", [1, settings["max_tokens"]]),
-        ("stop", ["e", ["a", "zz"]]),
-        ("ignore_eos", [True]),
-        ("stop_token_ids", [(40, 41)]),
-    ):
-        if draw.random() < 0.4:
-            settings[name] = draw.choice(values)
-    return settings
-
-
-def test_a_crowd_gets_what_each_would_get_alone(api: Served, served_llm: LLM) -> None:
-    """Eight clients at a time, each with requests of every kind, some taken back, some refused."""
-
-    def visit(number: int) -> list[tuple[list[str], Any]]:
-        answers = []
-        with httpx.Client(base_url=api.url, timeout=120) as client:
-            with client.stream("POST", "/completions", json={**LONG, "model": "tiny", "stream": True}) as cancelled:
-                next(cancelled.iter_lines())
-            assert (
-                "min_tokens" in client.post("/completions", json={"prompt": "x", "max_tokens": 1, "min_tokens": 2}).text
-            )
-            for index, (n, stream) in enumerate(((1, True), (2, False), (2, True))):
-                body = {**some_request(number + index), "prompt": f"prompt {number}", "n": n, "stream": stream}
-                body |= {"stream_options": {"include_usage": True}} if stream else {}
-                lines = client.post("/completions", json=body).text.splitlines()
-                chunks = [json.loads(line.removeprefix("data: ")) for line in lines if line.endswith("}")]
-                texts = [""] * n
-                for choice in (choice for chunk in chunks for choice in chunk["choices"]):
-                    texts[choice["index"]] += choice["text"]
-                answers.append((texts, chunks[-1]["usage"]))
-        return answers
-
-    numbers = range(0, 48, 3)
-    with ThreadPoolExecutor(8) as threads:
-        visits = list(threads.map(visit, numbers))
-    for number, answers in zip(numbers, visits, strict=True):
-        for index, (texts, usage) in enumerate(answers):
-            params = SamplingParams(**some_request(number + index))
-            choices = [replace(params, seed=number + index + choice) for choice in range(len(texts))]
-            expected = [served_llm.generate(f"prompt {number}", choice)[0] for choice in choices]
-            assert texts == [result.text for result in expected], params
-            assert usage["completion_tokens"] == sum(len(result.token_ids) for result in expected)
-    wait_for(lambda: api.idle)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP], ids=["SIGTERM", "closed terminal"])
