@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import sys
 import threading
@@ -16,22 +15,20 @@ from serving import served, with_chat_template
 
 from draftwood.cli.serve import spans_wanted, tracing
 from draftwood.models.errors import ConfigError
-from draftwood.runtime import LLM, AsyncLLM, SpeculativeConfig
+from draftwood.runtime import LLM, SpeculativeConfig
 
 pytest.importorskip("fastapi", reason="needs the [serve] extra")
 pytest.importorskip("opentelemetry.sdk", reason="needs the [otel] extra")
 httpx = pytest.importorskip("httpx", reason="needs httpx")
+from inside import BODY, COMPLETIONS, post  # noqa: E402
 from opentelemetry.sdk.trace import ReadableSpan, TracerProvider  # noqa: E402 - only where it is installed
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor  # noqa: E402
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter  # noqa: E402
 from opentelemetry.semconv._incubating.attributes import gen_ai_attributes  # noqa: E402
 from opentelemetry.trace import SpanKind  # noqa: E402
 
-from draftwood.runtime.serving.http.guard import Limits  # noqa: E402
-from draftwood.runtime.serving.openai.app import create_app  # noqa: E402
 from draftwood.runtime.serving.openai.tracing import Tracing  # noqa: E402
 
-BODY = {"model": "m", "prompt": "hello", "max_tokens": 8, "temperature": 0, "ignore_eos": True}
 TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 SPECULATIVE = "draftwood.speculative_decoding."
 
@@ -43,20 +40,13 @@ def llm(tiny_bundle: Path) -> Iterator[LLM]:
 
 
 def traced(
-    llm: LLM, body: Mapping[str, Any], path: str = "/v1/completions", **headers: str
+    llm: LLM, body: Mapping[str, Any], path: str = COMPLETIONS, **headers: str
 ) -> tuple[Any, list[ReadableSpan]]:
     """The answer to a request, and its spans."""
     spans, provider = InMemorySpanExporter(), TracerProvider(shutdown_on_exit=False)
     provider.add_span_processor(SimpleSpanProcessor(spans))
-
-    async def inside() -> Any:
-        with AsyncLLM(llm) as async_llm:
-            app = create_app(async_llm, "m", Limits(10000, 8), trace=lambda app: Tracing(app, "m", provider))
-            transport = httpx.ASGITransport(app, raise_app_exceptions=False)
-            async with httpx.AsyncClient(transport=transport, base_url="http://server", timeout=30) as client:
-                return await client.post(path, json=body, headers=headers)
-
-    return asyncio.run(inside()), list(spans.get_finished_spans())
+    answer = post(llm, body, path, headers, trace=lambda app: Tracing(app, "m", provider))
+    return answer, list(spans.get_finished_spans())
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -81,13 +71,13 @@ def test_a_span_has_the_numbers_of_the_answer(llm: LLM, stream: bool) -> None:
         "gen_ai.operation.name": "text_completion",
         "gen_ai.provider.name": "draftwood",
         "gen_ai.request.model": "m",
-        "gen_ai.request.max_tokens": 8,
+        "gen_ai.request.max_tokens": 20,
         "gen_ai.request.temperature": 0.0,
         "gen_ai.request.top_p": 0.9,
         "gen_ai.response.id": content["id"],
         "gen_ai.response.finish_reasons": ("length", "length"),
         "gen_ai.usage.input_tokens": usage["prompt_tokens"],
-        "gen_ai.usage.output_tokens": 16,
+        "gen_ai.usage.output_tokens": 40,
         "gen_ai.usage.cache_read.input_tokens": usage["prompt_tokens_details"]["cached_tokens"],
         "http.response.status_code": 200,
     }
@@ -139,7 +129,7 @@ def test_an_engine_that_breaks_is_an_error_without_its_message(
         return score(*arguments)
 
     monkeypatch.setattr(llm.target, "score", breaking)
-    answer, [span] = traced(llm, BODY | {"max_tokens": 20, "stream": stream, "speculative": None})
+    answer, [span] = traced(llm, BODY | {"stream": stream, "speculative": None})
     found = dict(span.attributes or {})
     assert answer.status_code == found["http.response.status_code"] == status
     assert found["error.type"] and not span.status.is_ok and not span.status.is_unset
