@@ -25,7 +25,7 @@ from draftwood.runtime.serving.triton.server import Distribution, TritonServer
 
 OWN = SpeculativeConfig(budget="fixed")  # proposals that do not depend on how fast this machine is at the moment
 MANIFEST = Path(__file__).parents[2] / "deploy" / "kubernetes" / "triton.yaml"
-PLAIN, FAULTY = "draftwood", "faulty"
+PLAIN, FAULTY, FAIR = "draftwood", "faulty", "fair"
 SLOW, RAISES, DIES, BREAKS, ENDLESS = 1001, 1002, 1003, 1004, 1005  # seeds that make the faulty model misbehave
 WAIT_SECONDS = 300.0
 DTYPES = {
@@ -88,12 +88,14 @@ def misbehaving(seed, last):
 
 
 def write_repository(bundle: Path, repository: Path) -> Path:
-    """Two models over one bundle: one as it is, in two instances, and one that misbehaves and takes three requests."""
+    """Models over one bundle: one as it is, in two instances; one that misbehaves and takes three requests; one
+    that decodes a request at a time, which nobody has loaded."""
     write_model(bundle, repository, PLAIN, ModelSettings("", OWN), Placement(instances=2), copy_bundle=True)
-    settings = ModelSettings("", OWN, max_running=2, max_waiting=1)
-    folder = write_model(bundle, repository, FAULTY, settings, Placement(), copy_bundle=False)
-    with (folder / "1" / "model.py").open("a", encoding="utf-8") as file:
-        file.write(FAULTS)
+    faulty, fair = ModelSettings("", OWN, max_running=2, max_waiting=1), ModelSettings("", OWN, max_running=1)
+    for name, settings in ((FAULTY, faulty), (FAIR, fair)):
+        folder = write_model(bundle, repository, name, settings, Placement(), copy_bundle=False)
+        with (folder / "1" / "model.py").open("a", encoding="utf-8") as file:
+            file.write(FAULTS)
     return repository
 
 

@@ -54,7 +54,7 @@ REFUSED: dict[str, list[tuple[dict[str, Any], str]]] = {
         ({"logit_bias": {"5": 101}}, "logit_bias"),
         ({"logit_bias": {"5": 100, "05": -100}}, "token 5 is given twice: send it once"),
         ({"skip_special_tokens": 0}, "skip_special_tokens"),
-        ({"cache_salt": ""}, "cache_salt"),
+        *(({"cache_salt": salt}, "cache_salt") for salt in ("", "x" * 1025, 5)),
         ({"user": 5}, "user"),
         ({"best_of": 1, "n": 2}, "best_of must be at least n"),
         ({"best_of": 2, "stream": True}, "best_of cannot be streamed"),

@@ -136,11 +136,13 @@ def test_a_form_is_demanded_as_over_http(settings: dict[str, Any], form: Structu
     assert parsed(parameters=settings).params.structured == form
 
 
-def test_a_deadline_and_a_client_are_parameters() -> None:
+def test_a_deadline_a_client_and_a_salt_are_parameters() -> None:
     assert parsed(parameters={"timeout": 250000}).deadline_s == 0.25 and parsed().deadline_s is None
     assert parsed(parameters={"client": "a"}).body.client == parsed(parameters={"user": "a"}).body.client == "a"
     assert parsed(sampling_parameters='{"user": "a"}', parameters={"client": "a"}).body.client == "a"
-    assert parsed().body.client is None
+    assert parsed().body.client is None is parsed().body.cache_salt
+    assert parsed(parameters={"cache_salt": "a"}).body.cache_salt == "a"
+    assert parsed(sampling_parameters='{"cache_salt": "b"}').body.cache_salt == "b"
 
 
 def test_a_request_changes_how_the_model_speculates() -> None:
