@@ -18,7 +18,7 @@ from connections import (
     posted,
     quiet_end,
 )
-from serving import WAITING, Served, pace, pausable, paused, served, wait_for
+from serving import WAITING, Served, faulty, pace, paused, served, wait_for
 
 pytest.importorskip("fastapi", reason="needs the [serve] extra")
 
@@ -65,7 +65,7 @@ def test_behind_a_proxy_clients_are_told_apart_by_what_it_says(tiny_bundle: Path
         return posted(body).replace(b"localhost\r\n", host.encode() + b"\r\n" + told)
 
     with (
-        served(tiny_bundle, *SLOW, *load, *options, program=pausable(pause)) as running,
+        served(tiny_bundle, *SLOW, *load, *options, program=faulty(pause)) as running,
         ExitStack() as stack,
     ):
         assert asked(running, forwarded("192.0.2.1", SHORT, key="wrong")).status == 401

@@ -32,7 +32,7 @@ from connections import (
     quiet_end,
     serves_everybody,
 )
-from serving import RUNNING, WAITING, Served, pausable, paused, served, wait_for
+from serving import RUNNING, WAITING, Served, faulty, paused, served, wait_for
 
 from draftwood.runtime.decoding.queue import max_client_places
 
@@ -150,7 +150,7 @@ def test_without_a_file_left_nothing_spins(server: Served) -> None:
 
 def test_sigterm_amid_every_flood_ends_the_server(tiny_bundle: Path, pause: Path) -> None:
     options = (*SLOW, "--max-running", "1", "--max-connections", str(8 * len(FLOODS)))
-    with served(tiny_bundle, *options, program=pausable(pause)) as running, ExitStack() as stack:
+    with served(tiny_bundle, *options, program=faulty(pause)) as running, ExitStack() as stack:
         for kind in FLOODS:
             stack.enter_context(flood(running, kind, 8))
         with paused(pause):

@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import urllib.error
-import urllib.request
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from threading import Event
 from typing import Any
 
 import pytest
 from fakes import POOLED
-from serving import RUNNING, served, wait_for
 from together import PATIENCE_S, collect, fake_engine, in_step, run, tokens_of, until
 
 from draftwood.models.errors import EngineError, RequestError
@@ -25,36 +21,6 @@ from draftwood.runtime.serving.triton.model import TritonModel
 
 GREEDY = SamplingParams(max_tokens=6, temperature=0, ignore_eos=True)
 HEALTHY = "draftwood_engine_healthy"
-# `draftwood serve` whose target fails for as long as a file exists, or hangs if there is text in it.
-BREAKABLE = """
-import sys, time
-from pathlib import Path
-from draftwood.cli.main import main
-from draftwood.runtime.bundle.bundle import EngineBundle
-from draftwood.runtime.serving.http import server as http_server
-
-http_server.CLOSE_SECONDS = 0.5
-
-broken, opened = Path(sys.argv.pop(1)), EngineBundle.open_engine
-sys.stderr = broken.with_suffix(".log").open("w")  # tracebacks by the dozen would fill a pipe that nobody reads
-
-def open_engine(self, role, *options):
-    engine = opened(self, role, *options)
-    forward = engine.score
-
-    def failing(*arguments):
-        if role == "target" and broken.exists():
-            while broken.read_text():
-                time.sleep(0.1)
-            raise RuntimeError("an illegal memory access")
-        return forward(*arguments)
-
-    engine.score = failing
-    return engine
-
-EngineBundle.open_engine = open_engine
-sys.exit(main(sys.argv[1:]))
-"""
 
 
 @pytest.fixture(scope="module", params=["pooled", "one by one"])
@@ -177,57 +143,3 @@ def test_a_pass_without_an_end_is_seen_while_it_lasts(llm: LLM, monkeypatch: pyt
         assert served.trouble is None  # an engine that waits for work is not stuck
 
     run(work, llm)
-
-
-def asked(url: str, body: bytes | None = None) -> tuple[int, str]:
-    request = urllib.request.Request(url, body, {"content-type": "application/json"})
-    try:
-        with urllib.request.urlopen(request, timeout=PATIENCE_S) as answer:
-            return answer.status, answer.read().decode()
-    except urllib.error.HTTPError as error:
-        with error:
-            return error.code, error.read().decode()
-
-
-def test_a_server_says_so_and_recovers(tiny_bundle: Path, tmp_path: Path) -> None:
-    pytest.importorskip("fastapi", reason="needs the [serve] extra")
-    script, flag = tmp_path / "breakable.py", tmp_path / "broken"
-    script.write_text(BREAKABLE, encoding="utf-8")
-    body = b'{"model": "m", "prompt": "hello", "max_tokens": 4}'
-    with served(tiny_bundle, "--served-model-name", "m", program=(str(script), str(flag))) as server:
-
-        def complete() -> int:
-            return asked(f"{server.url}/completions", body)[0]
-
-        assert complete() == 200 and asked(f"{server.root}/health") == (200, "ok")
-        flag.touch()
-        assert [complete() for _ in range(MAX_FAILURES - 1)] == [500] * (MAX_FAILURES - 1)
-        assert asked(f"{server.root}/health") == (200, "ok") and server.metric(HEALTHY) == 1
-        assert complete() == 500
-        for path in ("/health", "/health/ready"):
-            status, text = asked(server.root + path)
-            assert status == 503 and text.startswith(f"failing: {MAX_FAILURES} requests") and "memory" not in text
-        assert server.metric(HEALTHY) == 0
-        flag.unlink()
-        assert complete() == 200
-        assert asked(f"{server.root}/health") == (200, "ok") and asked(f"{server.root}/health/ready") == (200, "ready")
-        assert server.metric(HEALTHY) == 1
-        server.process.terminate()
-        assert server.process.wait(60) == 0
-    assert "an illegal memory access" in flag.with_suffix(".log").read_text(encoding="utf-8")
-
-
-def test_a_server_whose_engine_hangs_ends_all_the_same(tiny_bundle: Path, tmp_path: Path) -> None:
-    pytest.importorskip("fastapi", reason="needs the [serve] extra")
-    script, flag = tmp_path / "breakable.py", tmp_path / "broken"
-    script.write_text(BREAKABLE, encoding="utf-8")
-    flag.write_text("hang")
-    program = (str(script), str(flag))
-    with served(tiny_bundle, "--drain-timeout", "0.1", program=program) as server, ThreadPoolExecutor() as threads:
-        answer = threads.submit(asked, f"{server.url}/completions", b'{"prompt": "hello"}')
-        wait_for(lambda: server.metric(RUNNING))
-        server.process.terminate()
-        assert server.process.wait(60) == 1
-        with pytest.raises(OSError):  # its connection is gone
-            answer.result()
-    assert "the engine hangs" in flag.with_suffix(".log").read_text(encoding="utf-8")

@@ -15,7 +15,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
-from serving import RUNNING, WAITING, Served, pausable, paused, served, wait_for
+from serving import RUNNING, WAITING, Served, faulty, paused, served, wait_for
 
 from draftwood.cli.main import main
 
@@ -40,7 +40,7 @@ def pause(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def server(tiny_bundle: Path, pause: Path) -> Iterator[Served]:
     """One request at a time, one waiting, small bodies, a key."""
     limits = ("--max-running", "1", "--max-waiting", "1", "--max-body-bytes", "20000", "--api-key", "secret")
-    with served(tiny_bundle, *SLOW, *limits, program=pausable(pause)) as running:
+    with served(tiny_bundle, *SLOW, *limits, program=faulty(pause)) as running:
         yield running
 
 
@@ -111,7 +111,7 @@ def test_what_exceeds_a_limit_is_refused_also_if_it_hides_its_size(client: Any) 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP], ids=["SIGTERM", "closed terminal"])
 def test_a_stop_signal_finishes_what_runs_and_exits_with_0(tiny_bundle: Path, pause: Path, number: int) -> None:
     request = {**LONG, "max_tokens": 100}
-    with served(tiny_bundle, *SLOW, "--max-running", "2", program=pausable(pause)) as running:
+    with served(tiny_bundle, *SLOW, "--max-running", "2", program=faulty(pause)) as running:
         with httpx.Client(base_url=running.root, timeout=120) as client, ThreadPoolExecutor() as pool:
             alone = client.post("/v1/completions", json=request).json()["choices"][0]["text"]
             with paused(pause):
@@ -129,7 +129,7 @@ def test_a_stop_signal_finishes_what_runs_and_exits_with_0(tiny_bundle: Path, pa
 
 @pytest.mark.parametrize("options", [("--drain-timeout", "0.1"), ()], ids=["timeout", "second signal"])
 def test_a_drain_that_takes_too_long_is_cut_off(tiny_bundle: Path, pause: Path, options: tuple[str, ...]) -> None:
-    with paused(pause, PASS_S), served(tiny_bundle, *SLOW, *options, program=pausable(pause)) as running:
+    with paused(pause, PASS_S), served(tiny_bundle, *SLOW, *options, program=faulty(pause)) as running:
         request = {**LONG, "n": 8, "stream": True}
         with httpx.stream("POST", f"{running.url}/completions", json=request, timeout=120) as answer:
             lines = (line for line in answer.iter_lines() if line)
