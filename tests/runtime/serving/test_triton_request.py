@@ -243,15 +243,16 @@ def test_bad_settings_are_refused_by_name(settings: dict[str, Any], named: str) 
 
 
 @pytest.mark.parametrize(
-    ("array", "named"),
+    ("sent", "named"),
     [
-        (np.array([[b"\xff"]], np.object_), "UTF-8"),
-        (np.array([[b"two"], [b"prompts"]], np.object_), "one request per prompt"),
+        ({"text_input": np.array([[b"\xff"]], np.object_)}, "UTF-8"),
+        ({"text_input": np.array([[b"two"], [b"prompts"]], np.object_)}, "one request per prompt"),
+        ({}, "text_input is missing: send the prompt"),
     ],
 )
-def test_a_prompt_is_one_text(array: NDArray[Any], named: str) -> None:
+def test_a_prompt_is_one_text(sent: dict[str, NDArray[Any]], named: str) -> None:
     with pytest.raises(RequestError, match=named):
-        parse_request({"text_input": array}, {}, OWN)
+        parse_request(sent, {}, OWN)
 
 
 json_values = st.recursive(

@@ -246,7 +246,7 @@ def test_more_requests_than_places_are_refused_and_deadlines_end_them(server: Tr
         ([*inputs("hello"), tensor("top_k", np.zeros((1, 1), np.float32))], {}, "data-type"),
         ([*inputs("hello"), tensor("top_k", np.zeros((1, 2), np.int32))], {}, "unexpected shape"),
         ([tensor("text_input", np.array([[b"two"], [b"prompts"]], np.object_))], {}, "batch"),
-        ([tensor("max_tokens", np.array([[3]], np.int32))], {}, "text_input"),
+        ([tensor("max_tokens", np.array([[3]], np.int32))], {}, "text_input is missing: send"),
     ],
 )
 def test_bad_input_is_an_error_response(
@@ -263,7 +263,7 @@ def test_bad_input_is_an_error_response(
         ({"text_input": "hello", "max_tokens": 0}, 400, "max_tokens"),
         ({"text_input": "hello", "temprature": 0.5}, 400, "did you mean temperature"),
         ({"text_input": 3}, 500, "string"),
-        ({"max_tokens": 3}, 400, "text_input"),
+        ({"max_tokens": 3}, 400, "text_input is missing"),
         (b"{", 500, "JSON"),
     ],
 )
