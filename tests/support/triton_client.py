@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 import tritonclient.grpc as grpc
 from numpy.typing import NDArray
+from tritonclient.utils import InferenceServerException as Refused  # noqa: F401 - for tests
 
 from draftwood.runtime import EngineError, SpeculativeConfig
 from draftwood.runtime.serving.triton.contract import OPTIONAL_INPUTS, PROMPT, ModelSettings
