@@ -39,31 +39,22 @@ from draftwood.runtime.decoding.queue import max_client_places
 pytest.importorskip("fastapi", reason="needs the [serve] extra")
 
 
+FLOODS = {
+    "idle": b"",
+    "half a head": b"POST /v1/completions HTTP/1.1\r\nHost: loc",
+    "half a body": HEAD + b"Content-Length: 100\r\n\r\n{",
+    "no end of chunks": HEAD + b"Transfer-Encoding: chunked\r\n\r\n" + b"1\r\n \r\n" * 50,
+    "waits for 100": HEAD + b"Content-Length: 100\r\nExpect: 100-continue\r\n\r\n",
+    "answered, then idle": MODELS,
+    "unread answers": get("/openapi.json") * 30,
+}
+
+
 @contextmanager
 def flood(server: Served, kind: str, number: int) -> Iterator[list[socket.socket]]:
     """Many connections that do one thing wrong, until the end of the block."""
-    said = {
-        "idle": b"",
-        "half a head": b"POST /v1/completions HTTP/1.1\r\nHost: loc",
-        "half a body": HEAD + b"Content-Length: 100\r\n\r\n{",
-        "no end of chunks": HEAD + b"Transfer-Encoding: chunked\r\n\r\n" + b"1\r\n \r\n" * 50,
-        "waits for 100": HEAD + b"Content-Length: 100\r\nExpect: 100-continue\r\n\r\n",
-        "answered, then idle": MODELS,
-        "unread answers": get("/openapi.json") * 30,
-    }[kind]
     with ExitStack() as stack:
-        yield [stack.enter_context(opened(server, said)) for _ in range(number)]
-
-
-FLOODS = (
-    "idle",
-    "half a head",
-    "half a body",
-    "no end of chunks",
-    "waits for 100",
-    "answered, then idle",
-    "unread answers",
-)
+        yield [stack.enter_context(opened(server, FLOODS[kind])) for _ in range(number)]
 
 
 @pytest.mark.parametrize("kind", FLOODS)

@@ -180,23 +180,6 @@ def test_a_deadline_ends_the_running_and_the_waiting(llm: LLM, monkeypatch: pyte
     run(late, llm, max_running=1)
 
 
-def test_an_exception_in_a_round_ends_only_its_request(llm: LLM) -> None:
-    def fails(output: Any, logits: NDArray[np.float64]) -> NDArray[np.float64]:
-        if len(output) > 4:
-            raise ZeroDivisionError("a user's own mistake")
-        return logits
-
-    async def broken(served: AsyncLLM) -> None:
-        good = asyncio.create_task(collect(served.generate("hello", LONG)))
-        params = SamplingParams(max_tokens=50, temperature=0, ignore_eos=True, logits_processors=(fails,))
-        with pytest.raises(ZeroDivisionError, match="own mistake"):
-            await collect(served.generate("hello", params))
-        assert tokens_of(await good) == llm.generate("hello", LONG)[0].token_ids
-        assert 'requests_total{finish_reason="error"} 1' in served.metrics.to_prometheus({})
-
-    run(broken, llm)
-
-
 def test_draining_finishes_what_runs_and_takes_nothing_more(llm: LLM) -> None:
     async def drained(served: AsyncLLM) -> None:
         with held(llm.target):
