@@ -71,19 +71,20 @@ def parse(text: str) -> tuple[dict[str, str], dict[tuple[str, frozenset[tuple[st
 
 
 def test_a_scraper_reads_what_was_counted(counted: ServingMetrics) -> None:
-    samples = {(name, frozenset[Any]()): value for name, value in GAUGED.items()}
+    samples: dict[Any, float] = {(name, frozenset[Any]()): value for name, value in GAUGED.items()}
     samples |= {
         (f"{name}_total", frozenset([labels] if labels else [])): value
         for name, values in ADDED_UP.items()
         for labels, value in values.items()
     }
-    for name, (bounds, found) in OBSERVED.items():
+    for name, (bounds, seconds) in OBSERVED.items():
         for bound in (*bounds, float("inf")):
             le = str(bound).replace("inf", "+Inf")
-            samples[f"{name}_bucket", frozenset({("le", le)})] = sum(each <= bound for each in found)
-        samples |= {(f"{name}_sum", frozenset()): sum(found), (f"{name}_count", frozenset()): len(found)}
+            samples[f"{name}_bucket", frozenset({("le", le)})] = sum(each <= bound for each in seconds)
+        samples |= {(f"{name}_sum", frozenset()): sum(seconds), (f"{name}_count", frozenset()): len(seconds)}
     types = dict.fromkeys(GAUGED, "gauge") | dict.fromkeys(ADDED_UP, "counter") | dict.fromkeys(OBSERVED, "histogram")
-    assert parse(counted.to_prometheus(NOW)) == (types, pytest.approx(samples))
+    found_types, found = parse(counted.to_prometheus(NOW))
+    assert found_types == types and found == pytest.approx(samples)
 
 
 def test_every_metric_is_described_and_there_from_the_start() -> None:
