@@ -7,8 +7,6 @@ import os
 import shutil
 import subprocess
 import sys
-import urllib.error
-import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -33,19 +31,9 @@ def copy(native_bundle: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(native_bundle, tmp_path / "bundle"))
 
 
-def health(server: Served, path: str = "/health") -> tuple[int, str]:
-    try:
-        with urllib.request.urlopen(server.root + path, timeout=20) as answer:
-            return answer.status, answer.read().decode()
-    except urllib.error.HTTPError as error:
-        return error.code, error.read().decode()
-
-
 def complete(server: Served) -> str:
-    body = json.dumps({"model": "bundle", "prompt": "hello", "max_tokens": 8, "temperature": 0, "ignore_eos": True})
-    request = urllib.request.Request(f"{server.url}/completions", body.encode(), {"Content-Type": "application/json"})
-    with urllib.request.urlopen(request, timeout=60) as answer:
-        return str(json.load(answer)["choices"][0]["text"])
+    body = {"prompt": "hello", "max_tokens": 8, "temperature": 0, "ignore_eos": True}
+    return str(json.loads(server.ask("/v1/completions", body)[1])["choices"][0]["text"])
 
 
 def overwrite(file: Path) -> None:
@@ -65,11 +53,11 @@ def replaced_by_renaming(bundle: Path) -> None:
 @pytest.mark.parametrize("change", [overwrite, lambda file: os.truncate(file, file.stat().st_size - 1)])
 def test_a_file_that_is_written_to_turns_health_to_503(copy: Path, change: Callable[[Path], object]) -> None:
     with served(copy) as server:
-        assert health(server)[0] == 200
+        assert server.ask("/health")[0] == 200
         change(copy / "draft.weights")
-        wait_for(lambda: health(server)[0] == 503, 60)
+        wait_for(lambda: server.ask("/health")[0] == 503, 60)
         for path in ("/health", "/health/ready"):
-            code, text = health(server, path)
+            code, text = server.ask(path)
             assert code == 503 and text.startswith("changed: draft.weights was written to") and "--private" in text
         assert server.metric("draftwood_engine_healthy") == 0
 
@@ -77,9 +65,9 @@ def test_a_file_that_is_written_to_turns_health_to_503(copy: Path, change: Calla
 def test_a_bundle_that_is_replaced_by_renaming_goes_on(copy: Path) -> None:
     with served(copy) as server:
         text = complete(server)
-        assert health(server)[0] == 200
+        assert server.ask("/health")[0] == 200
         replaced_by_renaming(copy)
-        wait_for(lambda: health(server)[0] == 200 and complete(server) == text)
+        wait_for(lambda: server.ask("/health")[0] == 200 and complete(server) == text)
         server.process.terminate()
         _, errors = server.process.communicate(timeout=60)
         assert "Traceback" not in errors
@@ -92,7 +80,7 @@ def test_private_weights_survive_everything(copy: Path) -> None:
         for file in sorted(copy.iterdir()):
             os.truncate(file, 0)
         assert complete(server) == text
-        wait_for(lambda: health(server)[0] == 200)
+        wait_for(lambda: server.ask("/health")[0] == 200)
 
 
 EVIL = """
@@ -196,7 +184,8 @@ def most_telling_of(bundle: Path) -> list[tuple[tuple[str, ...], Any]]:
     paths += [("engines", "target", name) for name in ("widths", "capacity", "precision", "outputs", "file", "plan")]
     paths += [("max_length",), ("eos_token_ids",), ("parity", "target"), ("files", "target.weights", "bytes")]
     cases: list[tuple[tuple[str, ...], Any]] = [(path, value) for path in paths for value in (0, 100_000, -1, [2**40])]
-    cases += [(path, value) for path in paths[:3] for value in (None, 2**63, 0.5, "\x1b[31mred", [-5], {})]
+    few: tuple[Any, ...] = (None, 2**63, 0.5, "\x1b[31mred", [-5], {})
+    cases += [(path, value) for path in paths[:3] for value in few]
     return cases + [(("engines", role, "precision"), "fp8") for role in ("target", "draft")]  # of another backend
 
 

@@ -111,11 +111,13 @@ def test_a_storm_of_disconnects_leaves_nothing_behind(server: Served) -> None:
     serves_everybody(server)
 
 
-@pytest.mark.parametrize("after", [b"\r\n", posted(LONG)])
-def test_bytes_after_a_request_hide_no_disconnect(server: Served, pause: Path, after: bytes) -> None:
+@pytest.mark.parametrize(("asking", "after"), [({}, b""), ({"stream": True}, b""), ({}, b"\r\n"), ({}, posted(LONG))])
+def test_a_disconnect_frees_the_engine_whatever_comes_before_it(
+    server: Served, pause: Path, asking: dict[str, object], after: bytes
+) -> None:
     aborts = 'draftwood_requests_total{finish_reason="abort"}'
     before = server.metric(aborts)
-    with paused(pause), opened(server, posted(LONG)) as client:
+    with paused(pause), opened(server, posted(LONG | asking)) as client:
         wait_for(lambda: server.metric(RUNNING) == 1)
         client.sendall(after)
         assert asked(server, MODELS).status == 200  # it was read

@@ -6,8 +6,6 @@ from __future__ import annotations
 import json
 import signal
 import sys
-import urllib.error
-import urllib.request
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -59,23 +57,12 @@ COMPLETION: dict[str, Any] = {"prompt": "hello", "max_tokens": 4}
 SIGTERM_SECONDS = 40  # in which the process has ended; a template that looped held it for minutes
 
 
-def ask(server: Served, path: str, body: dict[str, Any] | None = None, seconds: float = 300) -> tuple[int, str]:
-    content = None if body is None else json.dumps(body).encode()
-    request = urllib.request.Request(server.root + path, content, {"content-type": "application/json"})
-    try:
-        with urllib.request.urlopen(request, timeout=seconds) as answer:
-            return answer.status, answer.read().decode()
-    except urllib.error.HTTPError as error:
-        with error:
-            return error.code, error.read().decode()
-
-
 def complete(server: Served, **fields: Any) -> tuple[int, str]:
-    return ask(server, "/v1/completions", COMPLETION | fields)
+    return server.ask("/v1/completions", COMPLETION | fields)
 
 
 def chat(server: Served, text: str) -> tuple[int, str]:
-    return ask(server, "/v1/chat/completions", {"messages": [{"role": "user", "content": text}], "max_tokens": 4})
+    return server.ask("/v1/chat/completions", {"messages": [{"role": "user", "content": text}], "max_tokens": 4})
 
 
 def children(process: int) -> list[int]:
@@ -116,11 +103,11 @@ def test_a_panic_ends_its_request_and_no_other(bundle: Path, fault: Path) -> Non
             tell(fault, f"{kind} {place}")
             status, text = chat(server, "hello") if place == "template" else complete(server)
             assert status in (500, 503) and "error" in json.loads(text), (place, kind, text)
-            stream = ask(server, "/v1/completions", COMPLETION | {"stream": True})[1]
+            stream = server.ask("/v1/completions", COMPLETION | {"stream": True})[1]
             assert place == "template" or '"error"' in stream, (place, kind, stream)
             fault.unlink()
             assert complete(server)[0] == 200 and chat(server, "hello")[0] == 200, (place, kind)
-            assert ask(server, "/health") == (200, "ok")
+            assert server.ask("/health") == (200, "ok")
         server.process.terminate()
         assert server.process.wait(SIGTERM_SECONDS) == 0
 
@@ -130,15 +117,15 @@ def test_a_few_requests_that_fail_are_no_failing_engine_and_it_recovers(bundle: 
         tell(fault, "PanicException target")
         assert [complete(server, n=8, temperature=1)[0] for _ in range(3)] == [500] * 3
         assert [complete(server)[0] for _ in range(MAX_FAILURES - 4)] == [500] * (MAX_FAILURES - 4)
-        assert ask(server, "/health") == (200, "ok") and server.metric(HEALTHY) == 1
+        assert server.ask("/health") == (200, "ok") and server.metric(HEALTHY) == 1
         assert complete(server)[0] == 500
         for path in ("/health", "/health/ready"):
-            status, text = ask(server, path)
+            status, text = server.ask(path)
             assert status == 503 and text.startswith(f"failing: {MAX_FAILURES} requests") and "memory" not in text
         assert server.metric(HEALTHY) == 0
         fault.unlink()
         assert complete(server)[0] == 200 and server.metric(HEALTHY) == 1
-        assert ask(server, "/health") == (200, "ok") and ask(server, "/health/ready") == (200, "ready")
+        assert server.ask("/health") == (200, "ok") and server.ask("/health/ready") == (200, "ready")
         server.process.terminate()
         assert server.process.wait(60) == 0
     assert "an illegal memory access" in fault.with_suffix(".log").read_text()
@@ -166,7 +153,7 @@ def test_when_the_engines_thread_ends_everybody_learns_it(bundle: Path, fault: P
         assert {future.result(300)[0] for future in long} <= {500, 503}
         fault.unlink()
         for path in ("/health", "/health/ready"):
-            assert ask(server, path)[0] == 503
+            assert server.ask(path)[0] == 503
         assert complete(server)[0] == 503 and chat(server, "hello")[0] == 503
         server.process.terminate()
         server.process.wait(SIGTERM_SECONDS)
@@ -179,9 +166,9 @@ def test_templates_without_an_end_or_a_bound_are_refused_and_hold_nobody_up(bund
             assert status == 400 and "chat template" in answer and reason in answer
         loops = [threads.submit(chat, server, "loop") for _ in range(2 * PROCESSES)]
         wait_for(lambda: len(children(server.process.pid)) >= PROCESSES)
-        assert ask(server, "/health") == (200, "ok") and complete(server)[0] == 200
+        assert server.ask("/health") == (200, "ok") and complete(server)[0] == 200
         assert chat(server, "hello")[0] == 200
-        tokenized = ask(server, "/tokenize", {"messages": [{"role": "user", "content": "loop"}]})
+        tokenized = server.ask("/tokenize", {"messages": [{"role": "user", "content": "loop"}]})
         for status, answer in (tokenized, *(future.result(300) for future in loops)):
             assert status == 400 and "chat template" in answer and "finish" in answer
         workers = children(server.process.pid)
@@ -249,7 +236,7 @@ def crowd(server: Served, requests: int, prompt: int, tokens: int) -> Counter[in
     def one(number: int) -> int:
         prompt_ids = [5 + number % 200] * prompt
         fields = {"prompt": prompt_ids, "max_tokens": tokens, "ignore_eos": True, "temperature": 0}
-        return ask(server, "/v1/completions", fields, seconds=1200)[0]
+        return server.ask("/v1/completions", fields, seconds=1200)[0]
 
     with ThreadPoolExecutor(requests) as threads:
         return Counter(threads.map(one, range(requests)))
@@ -269,4 +256,4 @@ def test_requests_wait_for_memory(wide_bundle: Path, tmp_path: Path, long: int) 
         if not long:
             status, text = complete(server, prompt=[5] * 3900, max_tokens=100)
             assert status == 400 and "--kv-cache-bytes" in text and "max_tokens" in text
-        assert ask(server, "/health") == (200, "ok") and complete(server)[0] == 200
+        assert server.ask("/health") == (200, "ok") and complete(server)[0] == 200

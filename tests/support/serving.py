@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 import subprocess
 import sys
 import time
+import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from bundling import resigned
 
@@ -88,9 +90,19 @@ class Served(NamedTuple):
 
     def metric(self, name: str) -> float:
         """A number of /metrics; 0 before it is counted for the first time."""
-        with urllib.request.urlopen(f"{self.root}/metrics", timeout=120) as answer:
-            found = re.search(rf"^{re.escape(name)} (\S+)$", answer.read().decode(), re.MULTILINE)
+        found = re.search(rf"^{re.escape(name)} (\S+)$", self.ask("/metrics")[1], re.MULTILINE)
         return float(found[1]) if found else 0
+
+    def ask(self, path: str, body: dict[str, Any] | None = None, seconds: float = 300) -> tuple[int, str]:
+        """Status and text of the answer to a GET, or to a POST with this body."""
+        content = None if body is None else json.dumps(body).encode()
+        request = urllib.request.Request(self.root + path, content, {"content-type": "application/json"})
+        try:
+            with urllib.request.urlopen(request, timeout=seconds) as answer:
+                return answer.status, answer.read().decode()
+        except urllib.error.HTTPError as error:
+            with error:
+                return error.code, error.read().decode()
 
     @property
     def idle(self) -> bool:

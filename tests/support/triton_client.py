@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import tritonclient.grpc as grpc
 from numpy.typing import NDArray
-from tritonclient.utils import InferenceServerException as Refused  # noqa: F401 - for tests
+from tritonclient.utils import InferenceServerException
 
 from draftwood.runtime import EngineError, SpeculativeConfig
 from draftwood.runtime.serving.triton.contract import OPTIONAL_INPUTS, PROMPT, ModelSettings
@@ -29,6 +29,7 @@ MANIFEST = Path(__file__).parents[2] / "deploy" / "kubernetes" / "triton.yaml"
 PLAIN, FAULTY, FAIR = "draftwood", "faulty", "fair"
 SLOW, RAISES, DIES, BREAKS, ENDLESS = 1001, 1002, 1003, 1004, 1005  # seeds that make the faulty model misbehave
 WAIT_SECONDS = 300.0
+Refused = InferenceServerException
 DTYPES = {
     "TYPE_STRING": np.object_,
     "TYPE_INT32": np.int32,

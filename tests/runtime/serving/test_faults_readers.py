@@ -44,7 +44,7 @@ def llm(tiny_bundle: Path) -> Iterator[LLM]:
         yield llm
 
 
-def openai_api(async_llm: AsyncLLM, **limits: int) -> ASGIApp:
+def openai_api(async_llm: AsyncLLM, **limits: Any) -> ASGIApp:
     return create_app(async_llm, "m", Limits(10_000, 100, **limits))
 
 

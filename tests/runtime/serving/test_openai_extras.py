@@ -26,8 +26,8 @@ KEY = {"authorization": "bearer secret"}  # the scheme's name has no case
 
 @pytest.fixture(scope="module")
 def server(chat_bundle: Path) -> Iterator[Served]:
-    """With a key, for a web page, and small bodies."""
-    limits = ("--api-key", "secret", "--allowed-origins", PAGE, "--max-body-bytes", "50000")
+    """With a key, for a web page, small bodies, and no pages of its own."""
+    limits = ("--api-key", "secret", "--allowed-origins", PAGE, "--max-body-bytes", "50000", "--no-ui")
     with served(chat_bundle, "--speculative", "budget=fixed", *limits) as running:
         yield running
 
@@ -43,25 +43,16 @@ def test_texts_become_tokens_and_back(client: Any, served_llm: LLM) -> None:
     for special in (True, False):
         tokens = served_llm.tokenizer.encode(text, special)
         answer = client.post("/tokenize", json={"prompt": text, "add_special_tokens": special}).json()
-        assert answer == {
-            "count": len(tokens),
-            "max_model_len": served_llm.bundle.manifest.max_length,
-            "tokens": tokens,
-        }
+        most = served_llm.bundle.manifest.max_length
+        assert answer == {"count": len(tokens), "max_model_len": most, "tokens": tokens}
         back = client.post("/detokenize", json={"model": "tiny", "tokens": tokens}).json()
         assert back == {"prompt": served_llm.tokenizer.decode(tokens, skip_special_tokens=False)}
     texts = client.post("/tokenize", json={"prompt": "hello", "return_token_strs": True}).json()["token_strs"]
     assert "".join(texts) == "<s>hello"
     halves = client.post("/tokenize", json={"prompt": "漢", "return_token_strs": True}).json()["token_strs"]
     assert len(halves) == 4 and "\ufffd" not in "".join(halves)
-    longer = "x" * (served_llm.bundle.manifest.max_length + 1)  # than the model takes, and yet counted
+    longer = "x" * (most + 1)  # than the model takes, and yet counted
     assert client.post("/tokenize", json={"prompt": longer}).json()["count"] == len(served_llm.tokenizer.encode(longer))
-
-
-def test_a_conversation_is_counted_as_it_is_read(client: Any, served_llm: LLM) -> None:
-    chat = client.post("/v1/chat/completions", json={"messages": MESSAGES, "max_tokens": 1}).json()
-    counted = client.post("/tokenize", json={"messages": MESSAGES}).json()
-    assert counted["tokens"] == served_llm.encode_chat(MESSAGES) and counted["count"] == chat["usage"]["prompt_tokens"]
 
 
 def test_tokens_are_guarded_like_completions(server: Served, client: Any) -> None:
@@ -72,11 +63,8 @@ def test_tokens_are_guarded_like_completions(server: Served, client: Any) -> Non
     assert client.post("/detokenize", json={"tokens": [1], "model": "other"}).status_code == 404
 
 
-def test_the_version_is_the_packages(client: Any) -> None:
+def test_a_request_has_a_name_and_the_server_the_packages_version(client: Any) -> None:
     assert client.get("/version").json() == {"version": version("draftwood")}
-
-
-def test_a_request_has_a_name(client: Any) -> None:
     named = client.post("/v1/completions", json=ASKED, headers={"X-Request-Id": "mine"})
     assert named.headers["x-request-id"] == "mine"
     others = [client.get("/v1/models").headers["x-request-id"] for _ in range(2)]
@@ -86,12 +74,15 @@ def test_a_request_has_a_name(client: Any) -> None:
     assert (wrong.status_code, wrong.headers["x-request-id"]) == (401, "mine")
 
 
-def test_a_field_of_the_other_form_that_asks_for_nothing_is_accepted(client: Any) -> None:
+def test_a_conversation_is_counted_as_it_is_read(client: Any, served_llm: LLM) -> None:
+    """A field of the other form that asks for nothing is accepted."""
+    chat = client.post("/v1/chat/completions", json={"messages": MESSAGES, "max_tokens": 1}).json()
+    counted = client.post("/tokenize", json={"messages": MESSAGES}).json()
+    assert counted["tokens"] == served_llm.encode_chat(MESSAGES) and counted["count"] == chat["usage"]["prompt_tokens"]
+    assert client.post("/tokenize", json={"messages": MESSAGES, "add_special_tokens": False}).json() == counted
     defaults = {"add_generation_prompt": True, "continue_final_message": False, "chat_template_kwargs": {}, "tools": []}
     counts = [client.post("/tokenize", json={"prompt": "x", **extra}).json()["count"] for extra in ({}, defaults)]
     assert counts[0] == counts[1]
-    given = {"messages": MESSAGES, "add_special_tokens": False}
-    assert client.post("/tokenize", json=given).json() == client.post("/tokenize", json={"messages": MESSAGES}).json()
 
 
 def test_web_pages_that_are_allowed_may_use_it(client: Any) -> None:
@@ -107,16 +98,19 @@ def test_web_pages_that_are_allowed_may_use_it(client: Any) -> None:
             assert (answer.status_code, answer.headers["access-control-allow-origin"]) == (status, PAGE)
 
 
-def test_no_web_page_may_use_it_by_default(tiny_bundle: Path) -> None:
-    with served(tiny_bundle, "--no-speculation") as running:
-        headers = {"origin": PAGE, "access-control-request-method": "POST"}
-        assert httpx.options(f"{running.url}/completions", headers=headers).status_code == 405
-        assert "access-control-allow-origin" not in httpx.get(f"{running.url}/models", headers=headers).headers
-        # A page may post without asking, but not as JSON.
-        for kind in ({"content-type": "text/plain"}, {}):
-            asked = {"origin": PAGE, **kind}
-            refused = httpx.post(f"{running.url}/completions", content=json.dumps(ASKED), headers=asked)
-            assert refused.status_code == 400, kind
+def test_no_web_page_may_use_it_by_default(http: Any) -> None:
+    headers = {"origin": PAGE, "access-control-request-method": "POST"}
+    assert http.options("/v1/completions", headers=headers).status_code == 405
+    assert "access-control-allow-origin" not in http.get("/v1/models", headers=headers).headers
+    for kind in ({"content-type": "text/plain"}, {}):  # a page may post without asking, but not as JSON
+        refused = http.post("/v1/completions", content=json.dumps(ASKED), headers={"origin": PAGE, **kind})
+        assert refused.status_code == 400, kind
+
+
+def test_its_own_pages_can_be_turned_off(client: Any) -> None:
+    assert [client.get(path).status_code for path in ("/", "/docs")] == [404, 404]
+    assert client.post("/v1/completions/explain", json=ASKED).status_code == 404
+    assert "explain" not in client.get("/openapi.json").text
 
 
 @pytest.mark.skipif(shutil.which("curl") is None, reason="needs curl")

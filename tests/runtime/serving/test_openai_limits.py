@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import http.client
 import json
 import signal
 import socket
@@ -15,7 +14,8 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
-from serving import RUNNING, WAITING, Served, faulty, paused, served, wait_for
+from connections import LONG, SHORT, SLOW
+from serving import WAITING, Served, faulty, paused, served, wait_for
 
 from draftwood.cli.main import main
 
@@ -23,9 +23,6 @@ pytest.importorskip("fastapi", reason="needs the [serve] extra")
 httpx = pytest.importorskip("httpx", reason="needs httpx")
 openai = pytest.importorskip("openai", reason="needs the openai package")
 
-LONG = {"model": "small", "prompt": "hello", "max_tokens": 900, "ignore_eos": True, "temperature": 0}
-SHORT = {**LONG, "max_tokens": 3}
-SLOW = ("--served-model-name", "small", "--speculative", "chain,budget=fixed")  # drafts in vain
 PASS_S = 0.05  # of a slow pass: 45 s for LONG
 ABORTED = 'draftwood_requests_total{finish_reason="abort"}'
 
@@ -70,19 +67,6 @@ def test_a_full_queue_is_429_and_a_client_that_leaves_frees_its_place(server: Se
         first.close()
         assert waiting.result().json()["usage"]["completion_tokens"] == 3
     wait_for(lambda: server.idle and server.metric(ABORTED) == 1)
-
-
-@pytest.mark.parametrize("stream", [False, True])
-def test_a_client_whose_connection_breaks_frees_the_engine(server: Served, pause: Path, stream: bool) -> None:
-    address, aborted = urlsplit(server.url), server.metric(ABORTED)
-    connection = http.client.HTTPConnection(str(address.hostname), address.port, timeout=120)
-    headers = {"authorization": "Bearer secret", "content-type": "application/json"}
-    with paused(pause, PASS_S):
-        connection.request("POST", "/v1/completions", json.dumps({**LONG, "stream": stream}), headers)
-        wait_for(lambda: server.metric(RUNNING))
-        connection.close()
-        wait_for(lambda: server.idle)
-    assert server.metric(ABORTED) == aborted + 1
 
 
 @pytest.mark.parametrize("key", [None, "Bearer wrong", "secret", "Bearer secrét"])
