@@ -11,6 +11,7 @@ import struct
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -197,20 +198,19 @@ def test_a_hostile_head_is_refused(change: dict[str, Any], tmp_path: Path) -> No
     assert len(str(refused.value)) < 2000
 
 
-def limited() -> None:
-    resource.setrlimit(resource.RLIMIT_CPU, (60, 60))
-
-
 def test_the_command_refuses_in_one_line(folder: Path, tmp_path: Path) -> None:
     """A real process that may neither wait nor compute for long."""
+    limit = partial(resource.setrlimit, resource.RLIMIT_CPU, (60, 60))
     content = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**content, "num_hidden_layers": 10**9}))
     waiting = tmp_path / "waiting"
     waiting.mkdir()
     os.mkfifo(waiting / "config.json")
-    for source, named in ((folder, "num_hidden_layers must be"), (waiting, "no plain file")):
+    (tmp_path / "bad.gguf").write_bytes(b"GGUF" + struct.pack("<IQQ", 3, 1 << 60, 0))
+    sources = ((folder, "num_hidden_layers must be"), (waiting, "no plain file"), (tmp_path / "bad.gguf", "claims"))
+    for source, named in sources:
         command = [sys.executable, "-m", "draftwood", "build", "--output", str(tmp_path / "out")]
         command += ["--target", str(source), "--draft", str(source)]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=300, preexec_fn=limited)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=300, preexec_fn=limit)
         assert done.returncode == 2, done.stderr
         assert done.stderr.startswith("draftwood: error: ") and named in done.stderr and done.stderr.count("\n") == 1
