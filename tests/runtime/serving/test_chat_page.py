@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import ThreadingHTTPServer
 from pathlib import Path
-from threading import Event, Thread
+from threading import Event
 from typing import Any, NamedTuple
 
 import pytest
+from answering import QuietHandler, answering
 from browser import Browser, Page, chromium
 from serving import Served, served, with_chat_template
 
@@ -140,49 +141,33 @@ def hostile(piece: str) -> Iterator[Hostile]:
     """A server with the real page, whose model, answers and errors are `piece`."""
     left, asked = Event(), list[list[dict[str, str]]]()
 
-    class Handler(BaseHTTPRequestHandler):
+    class Handler(QuietHandler):
         def do_GET(self) -> None:
             page = chat_page(SamplingParams())
             content = bytes(page.body) if self.path == "/" else json.dumps({"data": [{"id": piece}]}).encode()
-            self.reply(200, page.headers.items() if self.path == "/" else (), content)
+            headers = [each for each in page.headers.items() if each[0] != "content-length"]
+            self.reply(content, headers=headers if self.path == "/" else ())
 
         def do_POST(self) -> None:
-            body = json.loads(self.rfile.read(int(self.headers["content-length"])))
+            body = json.loads(self.body())
             if self.path == "/tokenize":  # there is a chat template
-                return self.reply(200, (), b"{}")
+                return self.reply(b"{}")
             if "stream" not in body:
-                return self.reply(400, (), json.dumps({"error": {"message": piece}}).encode())
+                return self.reply(json.dumps({"error": {"message": piece}}).encode(), 400)
             asked.append(body["messages"])
             choice = {"pieces": [{"text": piece, "drafted": True}, {"text": piece, "drafted": False}]}
             event = {"model": piece, "choices": [choice], "usage": {"completion_tokens": 1}}
             events = f"data: {json.dumps(event)}\n\n".encode()
             if body["messages"][-1]["content"] != ENDLESS:
-                return self.reply(200, (), events + b"data: [DONE]\n\n")
+                return self.reply(events + b"data: [DONE]\n\n")
             self.send_response(200)
             self.end_headers()
             self.wfile.write(events)
             if not self.rfile.read(1):  # returns when the browser has closed the connection
                 left.set()
 
-        def reply(self, status: int, headers: Any, content: bytes) -> None:
-            self.send_response(status)
-            for name, value in headers:
-                if name != "content-length":
-                    self.send_header(name, value)
-            self.send_header("content-length", str(len(content)))
-            self.end_headers()
-            self.wfile.write(content)
-
-        def log_message(self, *args: Any) -> None: ...
-
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as running:
-        thread = Thread(target=running.serve_forever)
-        thread.start()
-        try:
-            yield Hostile(f"http://127.0.0.1:{running.server_port}/", left, asked)
-        finally:
-            running.shutdown()
-            thread.join()
+    with answering(ThreadingHTTPServer(("127.0.0.1", 0), Handler)) as address:
+        yield Hostile(f"{address}/", left, asked)
 
 
 def test_an_answer_that_does_not_end_is_stopped_and_leaves_nothing(browser: Browser) -> None:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import logging
 import sys
-import threading
 from collections.abc import Iterator, Mapping
-from http.server import BaseHTTPRequestHandler, HTTPServer
+from http.server import ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import pytest
+from answering import QuietHandler, answering
 from serving import served, with_chat_template
 
 from draftwood.cli.serve import spans_wanted, tracing
@@ -162,31 +162,21 @@ def test_a_collector_gets_the_spans_before_the_server_ends(tiny_bundle: Path, mo
 
     received: list[bytes] = []
 
-    class Collector(BaseHTTPRequestHandler):
+    class Collector(QuietHandler):
         def do_POST(self) -> None:
-            received.append(self.rfile.read(int(self.headers["content-length"])))
-            self.send_response(200)
-            self.end_headers()
-
-        def log_message(self, *_: object) -> None:
-            pass
+            received.append(self.body())
+            self.reply()
 
     for name in ("OTEL_SDK_DISABLED", "OTEL_SERVICE_NAME", "OTEL_RESOURCE_ATTRIBUTES", "OTEL_TRACES_SAMPLER"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_COMPRESSION", "none")
-    with HTTPServer(("127.0.0.1", 0), Collector) as server:
-        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
-        thread.start()
-        try:
-            collector = f"http://127.0.0.1:{server.server_port}/v1/traces"
-            with served(tiny_bundle, "--otlp-traces-endpoint", collector, "--served-model-name", "m") as running:
-                httpx.post(f"{running.url}/completions", json=BODY, timeout=30).raise_for_status()
-                assert httpx.get(f"{running.root}/health", timeout=30).status_code == 200
-                running.process.terminate()
-                assert running.process.wait(60) == 0
-        finally:
-            server.shutdown()
-            thread.join()
+    with answering(ThreadingHTTPServer(("127.0.0.1", 0), Collector)) as address:
+        options = ("--otlp-traces-endpoint", f"{address}/v1/traces", "--served-model-name", "m")
+        with served(tiny_bundle, *options) as running:
+            httpx.post(f"{running.url}/completions", json=BODY, timeout=30).raise_for_status()
+            assert running.ask("/health")[0] == 200
+            running.process.terminate()
+            assert running.process.wait(60) == 0
     [sent] = map(ExportTraceServiceRequest.FromString, received)
     [resource] = sent.resource_spans
     [span] = resource.scope_spans[0].spans
