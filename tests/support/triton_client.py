@@ -30,16 +30,8 @@ PLAIN, FAULTY, FAIR = "draftwood", "faulty", "fair"
 SLOW, RAISES, DIES, BREAKS, ENDLESS = 1001, 1002, 1003, 1004, 1005  # seeds that make the faulty model misbehave
 WAIT_SECONDS = 300.0
 Refused = InferenceServerException
-DTYPES = {
-    "TYPE_STRING": np.object_,
-    "TYPE_INT32": np.int32,
-    "TYPE_FP32": np.float32,
-    "TYPE_UINT64": np.uint64,
-    "TYPE_BOOL": np.bool_,
-}
-BEGUN = (
-    "DRAFTWOOD_TEST_BEGUN"  # a variable with a file's name: the prompts' last tokens in the order in which texts begin
-)
+DTYPES = {"TYPE_STRING": np.object_, "TYPE_INT32": np.int32, "TYPE_FP32": np.float32, "TYPE_UINT64": np.uint64}
+BEGUN = "DRAFTWOOD_TEST_BEGUN"  # a variable: the file of the prompts' last tokens, in the order in which texts begin
 # The product's model, given logits processors that take long, fail, or end the process.
 FAULTS = f"""
 
@@ -121,13 +113,12 @@ def tensor(name: str, array: NDArray[Any]) -> Any:
 
 def inputs(text: str, **settings: Any) -> list[Any]:
     """Input tensors of the contract's types: text_input and these."""
-    types = {spec.name: DTYPES[spec.data_type] for spec in (PROMPT, *OPTIONAL_INPUTS)}
+    types = {spec.name: DTYPES.get(spec.data_type, np.bool_) for spec in (PROMPT, *OPTIONAL_INPUTS)}
     made = []
     for name, value in {PROMPT.name: text, **settings}.items():
-        items = [
-            item.encode() if isinstance(item, str) else item for item in (value if isinstance(value, list) else [value])
-        ]
-        made.append(tensor(name, np.array([items], types[name])))
+        items = value if isinstance(value, list) else [value]
+        coded = [item.encode() if isinstance(item, str) else item for item in items]
+        made.append(tensor(name, np.array([coded], types[name])))
     return made
 
 
@@ -142,28 +133,15 @@ class Call:
     """One request over gRPC, on a connection of its own; ending the `with` block cancels it unless it ended."""
 
     def __init__(
-        self,
-        address: str,
-        model: str,
-        tensors: list[Any],
-        timeout: float | None = None,
-        sequence: int | str = 0,
-        **parameters: Any,
+        self, address: str, model: str, tensors: Any, timeout: float | None = None, sequence: Any = 0, **parameters: Any
     ) -> None:
         self._client = grpc.InferenceServerClient(address)
         self._answers: queue.Queue[Any] = queue.Queue()
         self._ended = False
         self._client.start_stream(lambda result, error: self._answers.put((result, error)))
         deadline = None if timeout is None else round(timeout * 1e6)
-        self._client.async_stream_infer(
-            model,
-            tensors,
-            request_id="one",
-            sequence_id=sequence,
-            enable_empty_final_response=True,
-            timeout=deadline,
-            parameters=parameters,
-        )
+        options = {"request_id": "one", "sequence_id": sequence, "timeout": deadline, "parameters": parameters}
+        self._client.async_stream_infer(model, tensors, enable_empty_final_response=True, **options)
 
     def next(self, wait: float = WAIT_SECONDS) -> Answer:
         """The next response. Raises queue.Empty when none comes, InferenceServerException for an error."""

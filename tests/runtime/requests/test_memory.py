@@ -54,8 +54,21 @@ def files_of(root: Path, content: dict[str, str]) -> Path:
 
 
 MEMINFO = {"proc/meminfo": "MemTotal: 9999 kB\nMemAvailable: 5000 kB\n"}
-V2 = "sys/fs/cgroup/"
-V1 = "sys/fs/cgroup/memory/"
+V2, V1 = "sys/fs/cgroup/", "sys/fs/cgroup/memory/"
+
+
+def group(folder: str, most: object, now: int, stat: str = "") -> dict[str, str]:
+    """The files of a control group, with names of its version."""
+    names = ("limit_in_bytes", "usage_in_bytes") if folder.startswith(V1) else ("max", "current")
+    files = {f"{folder}memory.{name}": str(value) for name, value in zip(names, (most, now), strict=True)}
+    return files | ({f"{folder}memory.stat": stat} if stat else {})
+
+
+def in_groups(own: str, *groups: dict[str, str]) -> dict[str, str]:
+    return {"proc/self/cgroup": own} | {name: text for each in groups for name, text in each.items()}
+
+
+CACHED, CACHED_V1 = "anon 5\ninactive_file 300\n", "inactive_file 1\ntotal_inactive_file 50\n"
 
 
 @pytest.mark.parametrize(
@@ -63,37 +76,10 @@ V1 = "sys/fs/cgroup/memory/"
     [
         ({}, None),
         (MEMINFO, 5000 * 1024),
-        (MEMINFO | {"proc/self/cgroup": "0::/\n", V2 + "memory.max": "max", V2 + "memory.current": "7"}, 5000 * 1024),
-        (
-            {
-                "proc/self/cgroup": "0::/a/b\n",
-                V2 + "a/memory.max": "1000",
-                V2 + "a/memory.current": "900",
-                V2 + "a/memory.stat": "anon 5\ninactive_file 300\n",
-                V2 + "a/b/memory.max": "800",
-                V2 + "a/b/memory.current": "100",
-            },
-            400,
-        ),
-        (
-            {
-                "proc/self/cgroup": "5:cpu:/\n4:memory:/not/seen/from/inside\n",
-                V1 + "memory.limit_in_bytes": "1000",
-                V1 + "memory.usage_in_bytes": "1200",
-            },
-            0,
-        ),
-        (
-            {
-                "proc/self/cgroup": "4:memory,hugetlb:/a\n",
-                V1 + "a/memory.limit_in_bytes": "1000",
-                V1 + "a/memory.usage_in_bytes": "600",
-                V1 + "a/memory.stat": "inactive_file 1\ntotal_inactive_file 50\n",
-                V1 + "memory.limit_in_bytes": "9223372036854771712",
-                V1 + "memory.usage_in_bytes": "600",
-            },
-            450,
-        ),
+        (MEMINFO | in_groups("0::/\n", group(V2, "max", 7)), 5000 * 1024),
+        (in_groups("0::/a/b\n", group(V2 + "a/", 1000, 900, CACHED), group(V2 + "a/b/", 800, 100)), 400),
+        (in_groups("5:cpu:/\n4:memory:/not/seen/from/inside\n", group(V1, 1000, 1200)), 0),
+        (in_groups("4:memory,hugetlb:/a\n", group(V1 + "a/", 1000, 600, CACHED_V1), group(V1, 2**63 - 4096, 600)), 450),
     ],
 )
 def test_the_tightest_limit_counts(tmp_path: Path, content: dict[str, str], expected: int | None) -> None:

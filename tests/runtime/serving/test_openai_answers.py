@@ -1,5 +1,4 @@
-"""Writing answers: what it costs does not grow faster than the answer, and the event loop goes on meanwhile. It does
-not wait for the errors of long bodies."""
+"""Writing answers: what it costs does not grow faster than the answer, nor with the errors of long bodies."""
 
 from __future__ import annotations
 
@@ -169,20 +168,6 @@ def test_choices_are_queued_in_turns_and_all_or_none(places: int) -> None:
 
     turns, refused = asyncio.run(submit())
     assert turns > len(queued) and refused == (places < 5) and all(stream.ended == refused for stream in queued)
-
-
-@pytest.mark.parametrize("shape", SHAPES)
-def test_an_echo_has_the_log_probabilities_of_a_prompt_that_it_is(shape: AnswerFormat) -> None:
-    """In a chat it is the last message, and the prompt is the whole conversation in the template's words."""
-    first = chunk([8, 9], 1, "length")._replace(prompt_logprobs=[None, TokenLogprob(5, -2.0, {})])
-    answer = Answer(shape, TEXTS, "m", [[4, 5]], ["x"], 0)
-    answer.note(0, first)
-    (choice,) = json.loads(bytes(answer.whole().body))["choices"]
-    if shape.has_prompts:
-        assert choice["text"] == "xxx" and choice["logprobs"]["tokens"] == list("efij")
-        return
-    assert choice["message"]["content"] == "xxx"
-    assert [each["token"] for each in choice["logprobs"]["content"]] == list("ij")
 
 
 def test_usage_is_that_of_the_chunks_so_far() -> None:

@@ -182,7 +182,9 @@ def test_the_last_message_may_be_continued(complete: Complete, http: Any, served
     assert decoded == f"<user>hello</s>\n<assistant>{text.strip()}"
     expected = served_llm.generate([tokens], GREEDY)[0].text
     for echo in (False, True):
-        assert text_of(complete(messages=messages, echo=echo, **settings)) == (text if echo else "") + expected
+        answer = complete(messages=messages, echo=echo, logprobs=True, **settings)
+        assert text_of(answer) == (text if echo else "") + expected
+        assert len(answer["choices"][0]["logprobs"]["content"]) == answer["usage"]["completion_tokens"] == 24
     own = text_of(complete(messages=[USER], echo=True))
     assert own == text_of(complete(messages=[USER])), "the last message is not the assistant's"
 

@@ -11,13 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from draftwood.runtime import (
-    ConfigError,
-    RequestError,
-    SamplingParams,
-    SpeculativeConfig,
-    StructuredOutput,
-)
+from draftwood.runtime import ConfigError, RequestError, SamplingParams, SpeculativeConfig, StructuredOutput
 
 pytest.importorskip("pydantic", reason="needs the [serve] extra")
 from draftwood.runtime.serving.triton.contract import OPTIONAL_INPUTS
@@ -41,10 +35,8 @@ def tensors(**settings: Any) -> dict[str, NDArray[Any]]:
     types = {spec.name: DTYPES.get(spec.data_type, np.bool_) for spec in OPTIONAL_INPUTS}
     made = {"text_input": PROMPT}
     for name, value in settings.items():
-        items = [
-            item.encode() if isinstance(item, str) else item for item in (value if isinstance(value, list) else [value])
-        ]
-        made[name] = np.array([items], types[name])
+        items = value if isinstance(value, list) else [value]
+        made[name] = np.array([[item.encode() if isinstance(item, str) else item for item in items]], types[name])
     return made
 
 
@@ -126,14 +118,10 @@ def test_settings_become_sampling_params(sent: dict[str, Any], params: SamplingP
 )
 @pytest.mark.parametrize("way", ["parameters", "texts", "sampling_parameters"])
 def test_a_form_is_demanded_as_over_http(settings: dict[str, Any], form: StructuredOutput | None, way: str) -> None:
-    if way == "sampling_parameters":
-        assert parsed(sampling_parameters=json.dumps(settings)).params.structured == form
-        return
-    if way == "texts":
-        settings = {
-            name: json.dumps(value) if isinstance(value, dict | list) else value for name, value in settings.items()
-        }
-    assert parsed(parameters=settings).params.structured == form
+    texts = {name: json.dumps(each) if isinstance(each, dict | list) else each for name, each in settings.items()}
+    sent: Any = {"sampling_parameters": json.dumps(settings), "texts": texts, "parameters": settings}[way]
+    name = "sampling_parameters" if way == "sampling_parameters" else "parameters"
+    assert parsed(**{name: sent}).params.structured == form
 
 
 def test_a_deadline_a_client_and_a_salt_are_parameters() -> None:
