@@ -109,6 +109,11 @@ class Served(NamedTuple):
         return not self.metric(RUNNING) and not self.metric(WAITING)
 
 
+def events_of(text: str) -> list[Any]:
+    """The chunks of a stream."""
+    return [json.loads(line.removeprefix("data: ")) for line in text.splitlines() if line.startswith("data: {")]
+
+
 def with_chat_template(bundle: Path, folder: Path, template: str = CHAT_TEMPLATE) -> Path:
     """A copy of a bundle, called "tiny", that can hold a conversation."""
     copy = folder / "tiny"

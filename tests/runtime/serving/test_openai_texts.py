@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 import re
 from codecs import getincrementaldecoder
@@ -12,7 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from serving import Served, wait_for
+from serving import Served, events_of, wait_for
 
 from draftwood.runtime import LLM, RequestOutput, SamplingParams, SpeculativeConfig
 
@@ -98,8 +97,8 @@ def test_a_crowd_gets_what_each_would_get_alone(api: Served, served_llm: LLM) ->
                 body = {**some_request(number + index), "prompt": f"prompt {number}", "n": n, "stream": stream}
                 body |= {"stream_options": {"include_usage": True}} if stream else {}
                 body |= hows[number // 3 % 4] if body["temperature"] == 0 else {}
-                lines = client.post("/completions", json=body).text.splitlines()
-                chunks = [json.loads(line.removeprefix("data: ")) for line in lines if line.endswith("}")]
+                answer = client.post("/completions", json=body)
+                chunks = events_of(answer.text) if stream else [answer.json()]
                 texts = [""] * n
                 for choice in (choice for chunk in chunks for choice in chunk["choices"]):
                     texts[choice["index"]] += choice["text"]
@@ -142,8 +141,7 @@ def test_a_stream_may_count_on_every_chunk(http: Any) -> None:
     body = {"prompt": "hello", "max_tokens": 12, "temperature": 0, **EXTRA, "stream": True}
 
     def chunks(**options: bool) -> list[Any]:
-        lines = http.post("/v1/completions", json={**body, "stream_options": options}).text.splitlines()
-        return [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: {")]
+        return events_of(http.post("/v1/completions", json={**body, "stream_options": options}).text)
 
     counts = [chunk["usage"]["completion_tokens"] for chunk in chunks(include_usage=True, continuous_usage_stats=True)]
     assert counts == sorted(counts) and counts[0] < counts[-2] == counts[-1] == 12

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import base64
-import json
 import re
 from hashlib import sha256
 from html import unescape
 from typing import Any
 
 import pytest
+from serving import events_of
 
 pytest.importorskip("fastapi", reason="needs the [serve] extra")
 httpx = pytest.importorskip("httpx", reason="needs httpx")
@@ -47,8 +47,7 @@ def test_the_reference_has_every_route_and_field(http: Any) -> None:
 def test_pieces_are_the_text_and_tell_who_wrote_it(http: Any) -> None:
     options = {"include_pieces": True, "include_usage": True}
     body = ASKED | {"prompt": ["hello", "there"], "n": 2, "stream": True, "stream_options": options}
-    lines = http.post("/v1/completions", json=body).text.splitlines()
-    events = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
+    events = events_of(http.post("/v1/completions", json=body).text)
     drafted = 0
     for choice in (choice for event in events for choice in event["choices"]):
         assert "".join(piece["text"] for piece in choice["pieces"]) == choice["text"]

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from serving import events_of
 
 from draftwood.runtime import LLM, SamplingParams
 
@@ -95,8 +96,9 @@ def test_an_echo_has_the_log_probabilities_of_prompt_and_output(http: Any, serve
         shown = written["tokens"][1:]  # <s> is not in the text
         starts = [0, *(sum(map(len, shown[:index])) for index in range(len(prompt)))]
         assert written["text_offset"][: len(starts)] == starts and starts[-1] == len(text)
-    streamed = http.post("/v1/completions", json={**body, "stream": True}).text.splitlines()
-    parts = [json.loads(line.removeprefix("data: "))["choices"][0] for line in streamed if line.startswith("data: {")]
+    parts = [
+        event["choices"][0] for event in events_of(http.post("/v1/completions", json={**body, "stream": True}).text)
+    ]
     first = [part for part in parts if part["index"] == 0]
     assert "".join(part["text"] for part in first) == answer["choices"][0]["text"]
     values = [value for part in first for value in part["logprobs"]["token_logprobs"]]
