@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 
 from draftwood.runtime import ConfigError, EngineError, RequestError, SpecDecodeStats, StreamChunk
+from draftwood.runtime.decoding.chunk import TokenLogprob
 from draftwood.runtime.requests.async_llm import DeadlineError, QueueFullError, ShutdownError
 from draftwood.runtime.serving.places import Places
 
@@ -40,6 +42,9 @@ def test_errors_have_tritons_codes(error: Exception, code: str, reason: str) -> 
     assert classify(error) == (code, reason) and reason in REASONS
 
 
+WHOLE = {"text_output": [b"hellox"], "sequence_index": [0], "batch_index": [0]}
+
+
 class TritonError:
     """Triton's error, whose codes are their names here."""
 
@@ -56,7 +61,9 @@ class Model(TritonModel):
         TRITONSERVER_RESPONSE_COMPLETE_FINAL=1,
         TritonError=TritonError,
         Tensor=lambda name, array: (name, array),
-        InferenceResponse=lambda outputs=(), error=None: error,
+        InferenceResponse=lambda outputs=(), error=None: (
+            error or {name: array.reshape(-1).tolist() for name, array in outputs}
+        ),
         get_input_tensor_by_name=lambda request, name: (
             SimpleNamespace(as_numpy=lambda: PROMPT) if name == "text_input" else None
         ),
@@ -108,7 +115,8 @@ class Stream:
     num_prompt_tokens = 1
 
     async def __anext__(self) -> StreamChunk:
-        return StreamChunk("x", [1], [], [], "stop", SpecDecodeStats())
+        logprobs, stats = [TokenLogprob(1, -0.5, {})], SpecDecodeStats(2, num_draft_tokens=8, num_accepted_tokens=2)
+        return StreamChunk("x", [1], [], logprobs, "stop", stats)
 
     async def aclose(self) -> None:
         pass
@@ -134,6 +142,15 @@ class Request:
         (only,) = self.responses
         assert isinstance(only, TritonError)
         return only
+
+
+def test_a_response_has_the_outputs_that_are_asked_for() -> None:
+    flags = ("num_output_tokens", "num_input_tokens", "log_probs", "finish_reason", "perf_metrics")
+    sent = Request(json.dumps({f"return_{name}": True for name in flags}))
+    asyncio.run(Model(Engine(slow=""))._serve(sent, arrived=0.0))
+    expected = {"num_output_tokens": [1], "num_input_tokens": [1], "output_log_probs": [-0.5], "cum_log_probs": [-0.5]}
+    expected |= {"acceptance_rate": [0.25], "total_accepted_draft_tokens": [2], "total_draft_tokens": [8]}
+    assert sent.responses == [WHOLE | expected | {"finish_reason": [b"stop"]}]
 
 
 @pytest.mark.parametrize("slow", ["encode", "prepare"])
@@ -174,7 +191,7 @@ def test_more_requests_than_places_are_refused_before_their_texts_are_read() -> 
         engine.go.set()
         await asyncio.gather(*tasks)
         await model._serve(later := Request(), 0.0)
-        assert [request.responses for request in [*requests, later] if request not in refused] == [[None]] * 5
+        assert [request.responses for request in [*requests, later] if request not in refused] == [[WHOLE]] * 5
 
     asyncio.run(crowd())
 
