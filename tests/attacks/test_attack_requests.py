@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from serving import Served, served, with_chat_template
 
 pytest.importorskip("fastapi", reason="needs the [serve] extra")
@@ -195,3 +197,21 @@ def test_health_is_answered_while_a_wide_answer_is_written(client: Any, server: 
         assert {len(items) for items in written.values()} == {150}
         assert written["text_offset"] == sorted(written["text_offset"]) and written["text_offset"][0] == 0
         assert written["text_offset"][-1] <= len(choice["text"])
+
+
+FIELDS = """prompt messages n temperature top_k top_p seed stop logit_bias speculative stream stream_options logprobs
+max_tokens min_tokens stop_token_ids user echo metadata tools tokens return_token_strs"""
+values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(st.characters(), max_size=4),
+    lambda items: st.lists(items, max_size=3) | st.dictionaries(st.text(max_size=4), items, max_size=3),
+    max_leaves=4,
+)
+bodies = st.dictionaries(st.sampled_from(FIELDS.split()), values, max_size=4)
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
+@given(bodies, st.sampled_from([COMPLETIONS, CHAT, "/tokenize", "/detokenize"]))
+def test_whatever_a_body_holds_it_is_answered(client: Any, body: dict[str, Any], path: str) -> None:
+    wanted = {"messages": MESSAGES} if path == CHAT else {"prompt": "x"}
+    whole = {**wanted, "max_tokens": 2, **body} if path in (COMPLETIONS, CHAT) else body
+    assert send(client, path, json.dumps(whole))[0] in (200, 400)

@@ -205,6 +205,16 @@ def test_special_tokens_may_be_shown(complete: Complete) -> None:
     assert text_of(complete(include_stop_str_in_output=True, **ended)) == "</s>"
 
 
+def test_each_setting_has_its_effect(complete: Complete, served_llm: LLM) -> None:
+    (free,) = served_llm.generate("hello", GREEDY)
+    penalties = {"presence_penalty": 0.5, "frequency_penalty": 0.5, "repetition_penalty": 1.3}
+    changes: list[dict[str, Any]] = [{"bad_words": (free.text[3:6], free.text[0])}, penalties]
+    changes += [{"allowed_token_ids": tuple(range(40, 90))}, {"logit_bias": {free.token_ids[5]: -100.0, 70: 3.0}}]
+    for each in changes:
+        (expected,) = served_llm.generate("hello", replace(GREEDY, **each))
+        assert text_of(complete(**each)) == expected.text != free.text
+
+
 def test_speculation_can_be_chosen_per_request(complete: Complete) -> None:
     texts, drafted = set(), []
     for how in ({"grow": "chain", "max_draft_len": 3}, {"grow": "topk", "merge": "gsd"}, False, None):
