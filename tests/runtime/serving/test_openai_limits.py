@@ -183,3 +183,14 @@ def test_addresses_and_times_are_checked(tiny_bundle: Path, option: str, value: 
     with pytest.raises(SystemExit) as ended:
         main(["serve", str(tiny_bundle), option, value])
     assert ended.value.code == 2 and f"{named} {value!r}" in capsys.readouterr().err
+
+
+@pytest.mark.full
+@pytest.mark.skipif(sys.platform != "linux", reason="reads the size of a process from /proc")
+def test_half_a_minute_of_everything_at_once(tmp_path: Path) -> None:
+    """Texts stay right, and the server as large as before. `tests/support/soak.py` is the same for an hour."""
+    from soak import native_demo, soak
+
+    found = soak(native_demo(tmp_path / "bundle"), seconds=30, every=5)
+    assert not found["complaints"], found["first_complaints"]
+    assert found["texts_compared"] > 20 and found["texts_wrong"] == 0 and found["exit_code"] == 0
