@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, NoReturn
 import numpy as np
 import pytest
 from costs import table
-from fakes import POOLED, FakeCache, FakeEngine
+from fakes import POOLED, FakeEngine
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
@@ -25,7 +25,7 @@ from together import Timetable, collect, fake_engine, in_step, run, tokens_of, u
 from draftwood.models.errors import EngineError, RequestError
 from draftwood.runtime import LLM, AsyncLLM, SamplingParams, SpeculativeConfig, StreamChunk
 from draftwood.runtime.bundle.bundle import EngineBundle
-from draftwood.runtime.engines.backends import BACKENDS, UNLISTED
+from draftwood.runtime.engines.backends import BACKENDS
 from draftwood.runtime.engines.base import ForwardOutput, KVCache, TokenBatch
 from draftwood.runtime.llm import Speculation
 from draftwood.runtime.requests.async_llm import DeadlineError
@@ -48,33 +48,32 @@ class Pair(NamedTuple):
     served: LLM
 
 
+def opened(bundle: Path, engine: Callable[..., Any], *settings: Any) -> LLM:
+    """An LLM with other engines than its bundle's."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(EngineBundle, "open_engine", engine)
+        return LLM(bundle, *settings)
+
+
 @pytest.fixture(scope="module")
 def fakes(tiny_bundle: Path) -> Iterator[Pair]:
     """Rounds are planned by cost and sharing. The pools check whose rows a row sees, and are so small that they are
     tidied up all the time."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(EngineBundle, "open_engine", fake_engine)
         patch.setitem(BACKENDS, "fake", POOLED)
-        alone = LLM(tiny_bundle)
-        patch.setattr(FakeCache, "capacity", 96)
-        patch.setattr(EngineBundle, "open_engine", remembering_engine)
-        served = LLM(tiny_bundle)
-        alone._costs = served._costs = table(1.0, 0.1, row=0.1)
-        yield Pair(alone, served)
+        pair = Pair(opened(tiny_bundle, fake_engine), opened(tiny_bundle, remembering_engine))
+        for llm in pair:
+            llm._costs = table(1.0, 0.1, row=0.1)
+        yield pair
 
 
-@pytest.fixture(scope="module", params=["pools", "caches of their own", "ONNX Runtime"])
+@pytest.fixture(scope="module", params=["pools", "ONNX Runtime"])
 def pair(tiny_bundle: Path, request: pytest.FixtureRequest) -> Iterator[Pair]:
     if request.param == "pools":
         yield request.getfixturevalue("fakes")
-    elif request.param == "ONNX Runtime":
-        with LLM(tiny_bundle, threads=1) as llm:
-            yield Pair(llm, llm)
     else:
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(EngineBundle, "open_engine", fake_engine)
-            patch.setitem(BACKENDS, "fake", UNLISTED)
-            llm = LLM(tiny_bundle, SpeculativeConfig(budget="fixed"))
+        with LLM(tiny_bundle, threads=1) as llm:
+            assert llm.target.spec.backend == "onnxruntime"
             yield Pair(llm, llm)
 
 
@@ -195,7 +194,6 @@ def alone_of(llm: LLM, prompts: Sequence[list[int]]) -> list[list[int]]:
 PROMPTS = [[10, 11, 12 + number] for number in range(6)]
 
 
-@pytest.mark.parametrize("pair", ["pools", "ONNX Runtime"], indirect=True)
 def test_a_shared_pass_that_fails_once_is_nobodys_fault(pair: Pair) -> None:
     """Now and then a pass of the target fails; each request in it is asked again alone, and that succeeds."""
     score, calls, failed = pair.served.target.score, itertools.count(1), [0]
@@ -210,7 +208,6 @@ def test_a_shared_pass_that_fails_once_is_nobodys_fault(pair: Pair) -> None:
     assert len(failed) > 5
 
 
-@pytest.mark.parametrize("pair", ["pools", "ONNX Runtime"], indirect=True)
 def test_an_engine_that_fails_for_good_fails_everybody_and_comes_back(pair: Pair) -> None:
     score, calls = pair.served.target.score, itertools.count()
 
