@@ -217,6 +217,16 @@ async def test_closing_ends_everybody(served: AsyncLLM) -> None:
         served.generate("x", GREEDY)
 
 
+@over_llm()
+async def test_nobody_waits_for_ever_when_the_engine_thread_breaks(
+    served: AsyncLLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(served.metrics, "record_round", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        await collect(served.generate("x", GREEDY))
+    assert not served.accepting
+
+
 def test_caches_do_not_outlive_their_requests(llm: LLM) -> None:
     async def many(served: AsyncLLM) -> None:
         hows: list[Speculation] = ["own", None, SpeculativeConfig("chain")]
