@@ -1,5 +1,5 @@
-"""Floods of connections against a real server process: idle sockets, half-sent requests, mass disconnects, unread
-answers, no file descriptor left. The server answers all other clients meanwhile, and SIGTERM ends it as usual."""
+"""Floods of connections, and clients that want more than their share, against a real server process, which answers all
+other clients meanwhile; SIGTERM ends it as usual."""
 
 from __future__ import annotations
 
@@ -32,38 +32,29 @@ from connections import (
     quiet_end,
     serves_everybody,
 )
-from serving import RUNNING, WAITING, Served, pausable, paused, served, wait_for
+from serving import RUNNING, WAITING, Served, faulty, pace, paused, served, wait_for
 
 from draftwood.runtime.decoding.queue import max_client_places
 
 pytest.importorskip("fastapi", reason="needs the [serve] extra")
 
 
+FLOODS = {
+    "idle": b"",
+    "half a head": b"POST /v1/completions HTTP/1.1\r\nHost: loc",
+    "half a body": HEAD + b"Content-Length: 100\r\n\r\n{",
+    "no end of chunks": HEAD + b"Transfer-Encoding: chunked\r\n\r\n" + b"1\r\n \r\n" * 50,
+    "waits for 100": HEAD + b"Content-Length: 100\r\nExpect: 100-continue\r\n\r\n",
+    "answered, then idle": MODELS,
+    "unread answers": get("/openapi.json") * 30,
+}
+
+
 @contextmanager
 def flood(server: Served, kind: str, number: int) -> Iterator[list[socket.socket]]:
     """Many connections that do one thing wrong, until the end of the block."""
-    said = {
-        "idle": b"",
-        "half a head": b"POST /v1/completions HTTP/1.1\r\nHost: loc",
-        "half a body": HEAD + b"Content-Length: 100\r\n\r\n{",
-        "no end of chunks": HEAD + b"Transfer-Encoding: chunked\r\n\r\n" + b"1\r\n \r\n" * 50,
-        "waits for 100": HEAD + b"Content-Length: 100\r\nExpect: 100-continue\r\n\r\n",
-        "answered, then idle": MODELS,
-        "unread answers": get("/openapi.json") * 30,
-    }[kind]
     with ExitStack() as stack:
-        yield [stack.enter_context(opened(server, said)) for _ in range(number)]
-
-
-FLOODS = (
-    "idle",
-    "half a head",
-    "half a body",
-    "no end of chunks",
-    "waits for 100",
-    "answered, then idle",
-    "unread answers",
-)
+        yield [stack.enter_context(opened(server, FLOODS[kind])) for _ in range(number)]
 
 
 @pytest.mark.parametrize("kind", FLOODS)
@@ -120,11 +111,13 @@ def test_a_storm_of_disconnects_leaves_nothing_behind(server: Served) -> None:
     serves_everybody(server)
 
 
-@pytest.mark.parametrize("after", [b"\r\n", posted(LONG)])
-def test_bytes_after_a_request_hide_no_disconnect(server: Served, pause: Path, after: bytes) -> None:
+@pytest.mark.parametrize(("asking", "after"), [({}, b""), ({"stream": True}, b""), ({}, b"\r\n"), ({}, posted(LONG))])
+def test_a_disconnect_frees_the_engine_whatever_comes_before_it(
+    server: Served, pause: Path, asking: dict[str, object], after: bytes
+) -> None:
     aborts = 'draftwood_requests_total{finish_reason="abort"}'
     before = server.metric(aborts)
-    with paused(pause), opened(server, posted(LONG)) as client:
+    with paused(pause), opened(server, posted(LONG | asking)) as client:
         wait_for(lambda: server.metric(RUNNING) == 1)
         client.sendall(after)
         assert asked(server, MODELS).status == 200  # it was read
@@ -150,7 +143,7 @@ def test_without_a_file_left_nothing_spins(server: Served) -> None:
 
 def test_sigterm_amid_every_flood_ends_the_server(tiny_bundle: Path, pause: Path) -> None:
     options = (*SLOW, "--max-running", "1", "--max-connections", str(8 * len(FLOODS)))
-    with served(tiny_bundle, *options, program=pausable(pause)) as running, ExitStack() as stack:
+    with served(tiny_bundle, *options, program=faulty(pause)) as running, ExitStack() as stack:
         for kind in FLOODS:
             stack.enter_context(flood(running, kind, 8))
         with paused(pause):
@@ -179,3 +172,60 @@ def test_a_flood_of_thousands(tiny_bundle: Path, kind: str) -> None:
             quiet_end(running)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+@pytest.mark.skipif(not LINUX, reason="other systems have one loopback address")
+def test_forged_names_and_addresses_gain_a_client_nothing(server: Served, pause: Path) -> None:
+    """Its `user`s and whatever it says of X-Forwarded-For are its own affair: another waits for one text of it."""
+    with ExitStack() as stack, paused(pause):
+        for number in range(16):
+            forged = posted({**LONG, "max_tokens": 100, "user": (ELSEWHERE, f"u{number}")[number % 2]})
+            forged = forged.replace(b"\r\n", b"\r\nX-Forwarded-For: 10.0.0.%d\r\n" % number, 1)
+            stack.enter_context(opened(server, forged))
+        wait_for(lambda: server.metric(WAITING) == 15)
+        victim = stack.enter_context(opened(server, posted(SHORT), ELSEWHERE))
+        wait_for(lambda: server.metric(WAITING) == 16)
+        pace(pause, 0.03)  # each of the others takes seconds
+        assert answer_of(victim).status == 200
+        assert server.metric(WAITING) >= 8  # fourteen, but for the time it takes to ask
+    wait_for(lambda: server.idle)
+
+
+@pytest.mark.skipif(not LINUX, reason="other systems have one loopback address")
+def test_a_client_that_fills_its_share_leaves_places_for_others(server: Served, pause: Path) -> None:
+    with ExitStack() as stack:
+        with paused(pause):
+            many = stack.enter_context(opened(server, posted({**SHORT, "n": 32})))
+            wait_for(lambda: server.metric(WAITING) == 31)
+            refused = asked(server, posted(SHORT))
+            assert refused.status == 429 and b"of this client are waiting" in refused.body
+            other = stack.enter_context(opened(server, posted({**SHORT, "n": 15}), ELSEWHERE))
+            wait_for(lambda: server.metric(WAITING) == 46)
+        assert (answer_of(many).status, answer_of(other).status) == (200, 200)
+
+
+def test_behind_a_proxy_clients_are_told_apart_by_what_it_says(tiny_bundle: Path, pause: Path, tmp_path: Path) -> None:
+    """With the name and the key that clients use there; what a client says to the proxy itself counts for nothing."""
+    keys = tmp_path / "keys"
+    keys.write_text("all secret\n")
+    options = ("--trusted-proxies", "127.0.0.0/8", "--allowed-hosts", "llm.example", "--api-keys-file", str(keys))
+    load = ("--max-running", "1", "--max-waiting", "8")
+
+    def forwarded(by: str, body: dict[str, object], key: str = "secret", host: str = "llm.example") -> bytes:
+        told = f"X-Forwarded-For: 198.51.100.9, {by}, 127.0.0.1\r\nAuthorization: Bearer {key}\r\n".encode()
+        return posted(body).replace(b"localhost\r\n", host.encode() + b"\r\n" + told)
+
+    with (
+        served(tiny_bundle, *SLOW, *load, *options, program=faulty(pause)) as running,
+        ExitStack() as stack,
+    ):
+        assert asked(running, forwarded("192.0.2.1", SHORT, key="wrong")).status == 401
+        assert asked(running, forwarded("192.0.2.1", SHORT, host="evil.example")).status == 421
+        with paused(pause):
+            many = stack.enter_context(opened(running, forwarded("192.0.2.1", {**SHORT, "n": 6})))
+            wait_for(lambda: running.metric(WAITING) == 5)
+            assert asked(running, forwarded("192.0.2.1", SHORT)).status == 429
+            other = stack.enter_context(opened(running, forwarded("192.0.2.2", SHORT)))
+            wait_for(lambda: running.metric(WAITING) == 6)
+        assert (answer_of(many).status, answer_of(other).status) == (200, 200)
+        quiet_end(running)

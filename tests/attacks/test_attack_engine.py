@@ -6,83 +6,30 @@ from __future__ import annotations
 import json
 import signal
 import sys
-import urllib.error
-import urllib.request
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from http.client import HTTPConnection
+from itertools import product
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
 from checkpoints import write_checkpoint, write_tokenizer
-from serving import RUNNING, Served, served, wait_for, with_chat_template
+from serving import RUNNING, Served, faulty, served, tell, wait_for, with_chat_template
 
 from draftwood.builder.options import BuildOptions
 from draftwood.builder.pipeline import build
+from draftwood.runtime.requests.health import MAX_FAILURES
 from draftwood.runtime.text.chat_template import PROCESSES
 
 pytest.importorskip("fastapi", reason="needs the [serve] extra")
 
 # What a panic of tokenizers is, and everything else that is no Exception or means something to an iterator.
 KINDS = ("PanicException", "SystemExit", "KeyboardInterrupt", "GeneratorExit", "MemoryError", "StopAsyncIteration")
-PLACES = ("encode", "decode", "forward", "template")
-# `draftwood serve` that raises in some place for as long as a file names the kind and the place.
-PANICKING = """
-import sys, time
-from pathlib import Path
-from draftwood.cli.main import main
-from draftwood.runtime.decoding import scheduler
-from draftwood.runtime.requests.engine_thread import EngineThread
-from draftwood.runtime.bundle.bundle import EngineBundle
-from draftwood.runtime.text.tokenizer import Tokenizer
-
-flag = Path(sys.argv.pop(1))
-sys.stderr = flag.with_suffix(".log").open("w")  # tracebacks by the dozen would fill a pipe that nobody reads
-
-class PanicException(BaseException):
-    pass
-
-def panicking(owner, name, place):
-    real = getattr(owner, name)
-
-    def patched(*arguments, **options):
-        if flag.exists():
-            kind, where = flag.read_text().split()
-            if where == place:
-                raise {"PanicException": PanicException, **vars(__builtins__)}[kind]("index out of bounds")
-        return real(*arguments, **options)
-
-    setattr(owner, name, patched)
-
-held = flag.with_suffix(".held")  # while it exists, passes wait
-
-panicking(Tokenizer, "encode", "encode")
-panicking(Tokenizer, "decode", "decode")
-panicking(Tokenizer, "apply_chat_template", "template")
-panicking(scheduler, "select_joint", "outside")
-panicking(EngineThread, "_record", "outside")
-opened = EngineBundle.open_engine
-
-def open_engine(self, role, *options):
-    engine = opened(self, role, *options)
-    score = engine.score
-
-    def waiting(*arguments):
-        while held.exists():
-            time.sleep(0.01)
-        return score(*arguments)
-
-    engine.score = waiting
-    panicking(engine, "score", "forward")
-    return engine
-
-EngineBundle.open_engine = open_engine
-sys.exit(main(sys.argv[1:]))
-"""
+PLACES = ("encode", "decode", "target", "template")
 # One whose process may take so many bytes of address space more than it has when the bundle is open.
 LIMITED = """
 import resource, sys
@@ -105,27 +52,17 @@ TEMPLATE = """{% for m in messages %}{% if 'loop' in m.content %}
 {% if 'eat' in m.content %}{{ (m.content * 10 ** 10) | length }}{% endif %}
 {% if 'write' in m.content %}{% for i in range(99999) %}{{ m.content * 1000 }}{% endfor %}{% endif %}
 {{ m.content }}{% endfor %}"""
+HEALTHY = "draftwood_engine_healthy"
 COMPLETION: dict[str, Any] = {"prompt": "hello", "max_tokens": 4}
 SIGTERM_SECONDS = 40  # in which the process has ended; a template that looped held it for minutes
 
 
-def ask(server: Served, path: str, body: dict[str, Any] | None = None, seconds: float = 300) -> tuple[int, str]:
-    content = None if body is None else json.dumps(body).encode()
-    request = urllib.request.Request(server.root + path, content, {"content-type": "application/json"})
-    try:
-        with urllib.request.urlopen(request, timeout=seconds) as answer:
-            return answer.status, answer.read().decode()
-    except urllib.error.HTTPError as error:
-        with error:
-            return error.code, error.read().decode()
-
-
 def complete(server: Served, **fields: Any) -> tuple[int, str]:
-    return ask(server, "/v1/completions", COMPLETION | fields)
+    return server.ask("/v1/completions", COMPLETION | fields)
 
 
 def chat(server: Served, text: str) -> tuple[int, str]:
-    return ask(server, "/v1/chat/completions", {"messages": [{"role": "user", "content": text}], "max_tokens": 4})
+    return server.ask("/v1/chat/completions", {"messages": [{"role": "user", "content": text}], "max_tokens": 4})
 
 
 def children(process: int) -> list[int]:
@@ -150,54 +87,73 @@ def bundle(tiny_bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return with_chat_template(tiny_bundle, tmp_path_factory.mktemp("attack"), TEMPLATE)
 
 
-def panicking(folder: Path) -> tuple[Path, tuple[str, str]]:
-    """The file that makes it panic, and the program."""
-    script, flag = folder / "panicking.py", folder / "panic"
-    script.write_text(PANICKING, encoding="utf-8")
-    return flag, (str(script), str(flag))
+@pytest.fixture
+def fault(tmp_path: Path) -> Path:
+    """The file that says what goes wrong in a server; its log is beside it."""
+    return tmp_path / "fault"
 
 
-def test_a_panic_ends_its_request_and_no_other(bundle: Path, tmp_path: Path) -> None:
-    flag, program = panicking(tmp_path)
-    with served(bundle, "--speculative", "budget=fixed", program=program) as server:
-        for place in PLACES:
-            for kind in KINDS:
-                flag.write_text(f"{kind} {place}")
-                status, text = chat(server, "hello") if place == "template" else complete(server)
-                assert status in (500, 503) and "error" in json.loads(text), (place, kind, text)
-                stream = ask(server, "/v1/completions", COMPLETION | {"stream": True})[1]
-                assert place == "template" or '"error"' in stream, (place, kind, stream)
-                flag.unlink()
-                assert complete(server)[0] == 200 and chat(server, "hello")[0] == 200, (place, kind)
-                assert ask(server, "/health") == (200, "ok")
+def breakable(bundle: Path, fault: Path, *options: str) -> AbstractContextManager[Served]:
+    return served(bundle, "--speculative", "budget=fixed", *options, program=faulty(fault, fault.with_suffix(".log")))
+
+
+def test_a_panic_ends_its_request_and_no_other(bundle: Path, fault: Path) -> None:
+    with breakable(bundle, fault) as server:
+        for kind, place in product(KINDS, PLACES):
+            tell(fault, f"{kind} {place}")
+            status, text = chat(server, "hello") if place == "template" else complete(server)
+            assert status in (500, 503) and "error" in json.loads(text), (place, kind, text)
+            stream = server.ask("/v1/completions", COMPLETION | {"stream": True})[1]
+            assert place == "template" or '"error"' in stream, (place, kind, stream)
+            fault.unlink()
+            assert complete(server)[0] == 200 and chat(server, "hello")[0] == 200, (place, kind)
+            assert server.ask("/health") == (200, "ok")
         server.process.terminate()
         assert server.process.wait(SIGTERM_SECONDS) == 0
 
 
-def test_a_few_requests_that_fail_are_no_failing_engine(bundle: Path, tmp_path: Path) -> None:
-    flag, program = panicking(tmp_path)
-    with served(bundle, program=program) as server:
-        flag.write_text("PanicException forward")
+def test_a_few_requests_that_fail_are_no_failing_engine_and_it_recovers(bundle: Path, fault: Path) -> None:
+    with breakable(bundle, fault) as server:
+        tell(fault, "PanicException target")
         assert [complete(server, n=8, temperature=1)[0] for _ in range(3)] == [500] * 3
-        assert ask(server, "/health")[0] == 200
-        assert [complete(server)[0] for _ in range(5)] == [500] * 5
-        assert ask(server, "/health")[0] == 503
+        assert [complete(server)[0] for _ in range(MAX_FAILURES - 4)] == [500] * (MAX_FAILURES - 4)
+        assert server.ask("/health") == (200, "ok") and server.metric(HEALTHY) == 1
+        assert complete(server)[0] == 500
+        for path in ("/health", "/health/ready"):
+            status, text = server.ask(path)
+            assert status == 503 and text.startswith(f"failing: {MAX_FAILURES} requests") and "memory" not in text
+        assert server.metric(HEALTHY) == 0
+        fault.unlink()
+        assert complete(server)[0] == 200 and server.metric(HEALTHY) == 1
+        assert server.ask("/health") == (200, "ok") and server.ask("/health/ready") == (200, "ready")
+        server.process.terminate()
+        assert server.process.wait(60) == 0
+    assert "an illegal memory access" in fault.with_suffix(".log").read_text()
+
+
+def test_a_server_whose_engine_hangs_ends_all_the_same(bundle: Path, fault: Path) -> None:
+    tell(fault, "wait")
+    with breakable(bundle, fault, "--drain-timeout", "0.1") as server, ThreadPoolExecutor() as threads:
+        answer = threads.submit(complete, server)
+        wait_for(lambda: server.metric(RUNNING))
+        server.process.terminate()
+        assert server.process.wait(60) == 1
+        with pytest.raises(OSError):  # its connection is gone
+            answer.result()
+    assert "the engine hangs" in fault.with_suffix(".log").read_text()
 
 
 @pytest.mark.parametrize("kind", ["PanicException", "SystemExit", "ValueError"])
-def test_when_the_engines_thread_ends_everybody_learns_it(bundle: Path, tmp_path: Path, kind: str) -> None:
-    flag, program = panicking(tmp_path)
-    held = flag.with_suffix(".held")
-    held.touch()
-    with served(bundle, "--max-running", "2", program=program) as server, ThreadPoolExecutor(6) as threads:
+def test_when_the_engines_thread_ends_everybody_learns_it(bundle: Path, fault: Path, kind: str) -> None:
+    tell(fault, "wait")
+    with breakable(bundle, fault, "--max-running", "2") as server, ThreadPoolExecutor(6) as threads:
         long = [threads.submit(complete, server, max_tokens=700, ignore_eos=True) for _ in range(6)]
         wait_for(lambda: server.metric(RUNNING) == 2)
-        flag.write_text(f"{kind} outside")
-        held.unlink()
+        tell(fault, f"{kind} outside")
         assert {future.result(300)[0] for future in long} <= {500, 503}
-        flag.unlink()
+        fault.unlink()
         for path in ("/health", "/health/ready"):
-            assert ask(server, path)[0] == 503
+            assert server.ask(path)[0] == 503
         assert complete(server)[0] == 503 and chat(server, "hello")[0] == 503
         server.process.terminate()
         server.process.wait(SIGTERM_SECONDS)
@@ -210,9 +166,9 @@ def test_templates_without_an_end_or_a_bound_are_refused_and_hold_nobody_up(bund
             assert status == 400 and "chat template" in answer and reason in answer
         loops = [threads.submit(chat, server, "loop") for _ in range(2 * PROCESSES)]
         wait_for(lambda: len(children(server.process.pid)) >= PROCESSES)
-        assert ask(server, "/health") == (200, "ok") and complete(server)[0] == 200
+        assert server.ask("/health") == (200, "ok") and complete(server)[0] == 200
         assert chat(server, "hello")[0] == 200
-        tokenized = ask(server, "/tokenize", {"messages": [{"role": "user", "content": "loop"}]})
+        tokenized = server.ask("/tokenize", {"messages": [{"role": "user", "content": "loop"}]})
         for status, answer in (tokenized, *(future.result(300) for future in loops)):
             assert status == 400 and "chat template" in answer and "finish" in answer
         workers = children(server.process.pid)
@@ -237,9 +193,8 @@ def test_a_client_that_leaves_ends_its_template(bundle: Path) -> None:
 
 
 @pytest.mark.parametrize("attack", ["loop", "text", "panic"])
-def test_a_server_stops_whatever_it_is_doing(bundle: Path, tmp_path: Path, attack: str) -> None:
-    flag, program = panicking(tmp_path)
-    with served(bundle, program=program) as server, ThreadPoolExecutor(2 * PROCESSES) as threads:
+def test_a_server_stops_whatever_it_is_doing(bundle: Path, fault: Path, attack: str) -> None:
+    with breakable(bundle, fault) as server, ThreadPoolExecutor(2 * PROCESSES) as threads:
         before = set(children(server.process.pid))
         if attack == "loop":
             asked = [threads.submit(chat, server, "loop") for _ in range(2 * PROCESSES)]
@@ -247,7 +202,7 @@ def test_a_server_stops_whatever_it_is_doing(bundle: Path, tmp_path: Path, attac
         elif attack == "text":
             asked = [threads.submit(complete, server, prompt="x\u0301 y" * 100_000) for _ in range(PROCESSES)]
         else:
-            flag.write_text("SystemExit outside")
+            tell(fault, "SystemExit outside")
             asked = [threads.submit(complete, server) for _ in range(PROCESSES)]
         workers = set(children(server.process.pid)) - before
         server.process.send_signal(signal.SIGTERM)
@@ -281,7 +236,7 @@ def crowd(server: Served, requests: int, prompt: int, tokens: int) -> Counter[in
     def one(number: int) -> int:
         prompt_ids = [5 + number % 200] * prompt
         fields = {"prompt": prompt_ids, "max_tokens": tokens, "ignore_eos": True, "temperature": 0}
-        return ask(server, "/v1/completions", fields, seconds=1200)[0]
+        return server.ask("/v1/completions", fields, seconds=1200)[0]
 
     with ThreadPoolExecutor(requests) as threads:
         return Counter(threads.map(one, range(requests)))
@@ -301,4 +256,4 @@ def test_requests_wait_for_memory(wide_bundle: Path, tmp_path: Path, long: int) 
         if not long:
             status, text = complete(server, prompt=[5] * 3900, max_tokens=100)
             assert status == 400 and "--kv-cache-bytes" in text and "max_tokens" in text
-        assert ask(server, "/health") == (200, "ok") and complete(server)[0] == 200
+        assert server.ask("/health") == (200, "ok") and complete(server)[0] == 200

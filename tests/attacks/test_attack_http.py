@@ -33,6 +33,7 @@ ODD = {
     "an unknown encoding": (HEAD + b"Content-Encoding: x\r\nContent-Length: 3\r\n\r\n\x1f\x8b\x08", 400),
     "HTTP/1.0": (b"GET /v1/models HTTP/1.0\r\n\r\n", 200),
     "another host": (b"GET /v1/models HTTP/1.1\r\nHost: evil.example\r\n\r\n", 421),
+    "metrics of another host": (b"GET /metrics HTTP/1.1\r\nHost: evil.example\r\n\r\n", 421),
     "health of another host": (b"GET /health HTTP/1.1\r\nHost: 10.0.0.7:8000\r\n\r\n", 200),
     "a target with a host": (b"GET http://evil.example/v1/models HTTP/1.1\r\nHost: localhost\r\n\r\n", 404),
     "a WebSocket": (

@@ -92,11 +92,8 @@ class Page:
             time.sleep(0.02)
 
     def events(self, method: str) -> list[Any]:
-        return [
-            event["params"]
-            for event in self.browser.events
-            if event["method"] == method and event.get("sessionId") == self.session
-        ]
+        mine = [event for event in self.browser.events if event.get("sessionId") == self.session]
+        return [event["params"] for event in mine if event["method"] == method]
 
     def complaints(self) -> list[Any]:
         """Exceptions, and what the browser logged: refused requests, and what a policy forbade."""

@@ -4,29 +4,21 @@ from __future__ import annotations
 
 import argparse
 import json
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Any
+from http.server import ThreadingHTTPServer
+
+from answering import QuietHandler
 
 TEXT = "always this"
 
 
-class Handler(BaseHTTPRequestHandler):
+class Handler(QuietHandler):
     def do_GET(self) -> None:
-        self.answer(b"ok")
+        self.reply(b"ok")
 
     def do_POST(self) -> None:
-        self.rfile.read(int(self.headers["Content-Length"]))
+        self.body()
         chunk = json.dumps({"choices": [{"text": TEXT}]})
-        self.answer(f"data: {chunk}\n\ndata: [DONE]\n\n".encode())
-
-    def answer(self, content: bytes) -> None:
-        self.send_response(200)
-        self.send_header("Content-Length", str(len(content)))
-        self.end_headers()
-        self.wfile.write(content)
-
-    def log_message(self, format: str, *arguments: Any) -> None:
-        """No word about a request."""
+        self.reply(f"data: {chunk}\n\ndata: [DONE]\n\n".encode())
 
 
 if __name__ == "__main__":

@@ -51,10 +51,9 @@ TESTS = {
     ),
     "runtime/decoding/queue.py": ("test_queue", "test_async_llm"),
     "runtime/decoding/scheduler.py": (
-        "test_async_pool",
+        "test_async_together",
         "test_async_llm",
         "test_prompt_chunks",
-        "test_faults_batching",
         "test_pool",
         "test_memory",
     ),
@@ -69,7 +68,7 @@ TESTS = {
     "runtime/decoding/state.py": ("test_decoder", "test_room", "test_llm", *CONTROLLER, "test_lossless"),
     "runtime/decoding/round.py": ("test_decoder", "test_room", *EXPLAIN, *CONTROLLER, "test_llm"),
     "runtime/speculation/planning/cost.py": ("test_cost", *CONTROLLER, "test_profile", "test_planning"),
-    "runtime/engines/shared/prefix.py": ("test_prefix", "test_async_prefix", "test_pool"),
+    "runtime/engines/shared/prefix.py": ("test_prefix", "test_async_together", "test_pool"),
     "runtime/speculation/planning/estimate.py": (
         "test_acceptance_head",
         "test_calibration",

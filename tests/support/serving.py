@@ -2,49 +2,75 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 import subprocess
 import sys
 import time
+import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from bundling import resigned
 
 CHAT_TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}<assistant>"
 
 RUNNING, WAITING = "draftwood_requests_running", "draftwood_requests_waiting"
-# `draftwood serve` whose target's passes wait for as long as a file exists, or for the seconds that are in it.
-PAUSABLE = """
-import signal, sys, time
+# `draftwood serve` that does what a file says, for as long as it exists: "wait", or "wait SECONDS", makes the target's
+# passes wait; "KIND PLACE" raises an exception of this kind in a place. Its log is a file, or else stderr.
+FAULTY = """
+import builtins, signal, sys, time
 from pathlib import Path
 from draftwood.cli.main import main
 from draftwood.runtime.bundle.bundle import EngineBundle
+from draftwood.runtime.decoding import scheduler
+from draftwood.runtime.requests.engine_thread import EngineThread
+from draftwood.runtime.serving.http import server as http_server
+from draftwood.runtime.text.tokenizer import Tokenizer
 
 signal.signal(signal.SIGHUP, signal.SIG_DFL)  # which nohup has its processes ignore
-pause, opened = Path(sys.argv.pop(1)), EngineBundle.open_engine
+http_server.CLOSE_SECONDS = 5
+fault, log, opened = Path(sys.argv.pop(1)), sys.argv.pop(1), EngineBundle.open_engine
+if log:
+    sys.stderr = open(log, "w")  # tracebacks by the dozen would fill a pipe that nobody reads
 
-def seconds():
+class PanicException(BaseException):  # of tokenizers
+    pass
+
+def faults():
     try:
-        return float(pause.read_text() or "inf")
+        return (fault.read_text().split() + [""])[:2]
     except FileNotFoundError:
-        return 0
+        return "", ""
+
+def make_faulty(owner, name, place):
+    real = getattr(owner, name)
+
+    def called(*arguments, **options):
+        begun = time.monotonic()
+        while (told := faults())[0] == "wait" and place == "target":
+            if time.monotonic() - begun >= float(told[1] or "inf"):
+                break
+            time.sleep(0.01)
+        if told[1] == place:
+            raise {**vars(builtins), **globals()}[told[0]]("an illegal memory access")
+        return real(*arguments, **options)
+
+    setattr(owner, name, called)
+
+for owner, name, place in (
+    (Tokenizer, "encode", "encode"), (Tokenizer, "decode", "decode"), (Tokenizer, "apply_chat_template", "template"),
+    (scheduler, "select_joint", "outside"), (EngineThread, "_record", "outside"),
+):
+    make_faulty(owner, name, place)
 
 def open_engine(self, role, *options):
     engine = opened(self, role, *options)
-    forward = engine.score
-
-    def waiting(*arguments):
-        begun = time.monotonic()
-        while role == "target" and time.monotonic() - begun < seconds():
-            time.sleep(0.01)
-        return forward(*arguments)
-
-    engine.score = waiting
+    make_faulty(engine, "score", role)
     return engine
 
 EngineBundle.open_engine = open_engine
@@ -64,13 +90,28 @@ class Served(NamedTuple):
 
     def metric(self, name: str) -> float:
         """A number of /metrics; 0 before it is counted for the first time."""
-        with urllib.request.urlopen(f"{self.root}/metrics", timeout=120) as answer:
-            found = re.search(rf"^{re.escape(name)} (\S+)$", answer.read().decode(), re.MULTILINE)
+        found = re.search(rf"^{re.escape(name)} (\S+)$", self.ask("/metrics")[1], re.MULTILINE)
         return float(found[1]) if found else 0
+
+    def ask(self, path: str, body: dict[str, Any] | None = None, seconds: float = 300) -> tuple[int, str]:
+        """Status and text of the answer to a GET, or to a POST with this body."""
+        content = None if body is None else json.dumps(body).encode()
+        request = urllib.request.Request(self.root + path, content, {"content-type": "application/json"})
+        try:
+            with urllib.request.urlopen(request, timeout=seconds) as answer:
+                return answer.status, answer.read().decode()
+        except urllib.error.HTTPError as error:
+            with error:
+                return error.code, error.read().decode()
 
     @property
     def idle(self) -> bool:
         return not self.metric(RUNNING) and not self.metric(WAITING)
+
+
+def events_of(text: str) -> list[Any]:
+    """The chunks of a stream."""
+    return [json.loads(line.removeprefix("data: ")) for line in text.splitlines() if line.startswith("data: {")]
 
 
 def with_chat_template(bundle: Path, folder: Path, template: str = CHAT_TEMPLATE) -> Path:
@@ -95,16 +136,20 @@ def served(bundle: Path, *options: str, program: Sequence[str] = ("-m", "draftwo
             process.kill()
 
 
-def pausable(pause: Path) -> tuple[str, ...]:
-    """The program whose passes wait while `pause` exists."""
-    return "-c", PAUSABLE, str(pause)
+def faulty(fault: Path, log: Path | None = None) -> tuple[str, ...]:
+    """The program that does what the file `fault` says."""
+    return "-c", FAULTY, str(fault), str(log or "")
 
 
 def pace(pause: Path, seconds: float | None = None) -> None:
     """Let every pass take so many seconds from now on; without a number, each one waits for the next call."""
-    ready = pause.with_suffix(".new")
-    ready.write_text("" if seconds is None else str(seconds))
-    ready.replace(pause)
+    tell(pause, f"wait {seconds or ''}")
+
+
+def tell(fault: Path, what: str) -> None:
+    ready = fault.with_suffix(".new")
+    ready.write_text(what)
+    ready.replace(fault)
 
 
 @contextmanager

@@ -24,7 +24,7 @@ from datetime import date
 from itertools import product
 from pathlib import Path
 from subprocess import TimeoutExpired
-from threading import Lock, Thread
+from threading import Thread
 from typing import IO, Any, NamedTuple
 
 import httpx
@@ -78,30 +78,21 @@ class Size(NamedTuple):
 
 
 class Record:
-    """What happened in all visits."""
+    """What happened in all visits. Threads append to lists, which is safe."""
 
     def __init__(self) -> None:
-        self.visits, self.answers = Counter[str](), Counter[int]()  # by kind, by status
-        self.compared = self.wrong_texts = 0
-        self.complaints: list[str] = []
-        self._lock = Lock()
+        self.visits, self.answers = list[str](), list[int]()  # kinds, statuses
+        self.right, self.complaints = list[bool](), list[str]()  # of the texts that were compared
 
     def answer(self, status: int, what: str) -> None:
-        with self._lock:
-            self.answers[status] += 1
+        self.answers.append(status)
         if status >= 500 and status not in (503, 504):
-            self.complain(f"{what} was answered {status}")
+            self.complaints.append(f"{what} was answered {status}")
 
     def text(self, found: str, expected: str, what: str) -> None:
-        with self._lock:
-            self.compared += 1
-            self.wrong_texts += found != expected
+        self.right.append(found == expected)
         if found != expected:
-            self.complain(f"{what}: {found!r} instead of {expected!r}")
-
-    def complain(self, what: str) -> None:
-        with self._lock:
-            self.complaints.append(what)
+            self.complaints.append(f"{what}: {found!r} instead of {expected!r}")
 
 
 Texts = dict[tuple[str, float, int], str]  # computed alone: by prompt, temperature and seed
@@ -121,17 +112,17 @@ class Visitor:
         self._server, self._texts, self._record, self._random = server, texts, record, random.Random(number)
 
     def visit(self, until: float) -> None:
-        asking = (self.whole, self.stream, self.slow)
+        asking = (self.whole, self.stream, self.stream)
         while time.monotonic() < until and self._server.process.poll() is None:
             do = self._random.choice((*asking, self.left, self.hostile, self.state, self.storm))
             try:
                 with httpx.Client(base_url=self._server.url, timeout=120) as client:
                     do(client)
-                self._record.visits[do.__name__] += 1
+                self._record.visits.append(do.__name__)
             except (httpx.TransportError, OSError) as error:
-                self._record.visits["cut off"] += 1
+                self._record.visits.append("cut off")
                 if do in asking and not isinstance(error, httpx.ConnectError):
-                    self._record.complain(f"{do.__name__} was cut off: {error!r}")
+                    self._record.complaints.append(f"{do.__name__} was cut off: {error!r}")
 
     def _draw(self, choices: int) -> dict[str, Any]:
         """A request whose texts are known."""
@@ -152,9 +143,11 @@ class Visitor:
             for choice in answer.json()["choices"]:
                 self._compare(body, choice["index"], choice["text"])
         elif answer.status_code not in (429, 503):
-            self._record.complain(f"a good request was answered {answer.status_code}: {answer.text[:200]}")
+            self._record.complaints.append(f"a good request was answered {answer.status_code}: {answer.text[:200]}")
 
-    def stream(self, client: httpx.Client, pause: float = 0) -> None:
+    def stream(self, client: httpx.Client) -> None:
+        """Read slowly, or as fast as it comes."""
+        pause = self._random.choice([0, 0.05])
         body = self._draw(1) | {"stream": True, "logprobs": self._random.choice([None, 2])}
         with client.stream("POST", "/completions", json=body) as answer:
             self._record.answer(answer.status_code, "a stream")
@@ -167,9 +160,6 @@ class Visitor:
                     text += json.loads(line.removeprefix("data: "))["choices"][0]["text"]
         self._compare(body, 0, text)
 
-    def slow(self, client: httpx.Client) -> None:
-        self.stream(client, pause=0.05)
-
     def left(self, client: httpx.Client) -> None:
         long = self._draw(2) | {"max_tokens": 400, "stream": True}
         with client.stream("POST", "/completions", json=long) as answer:
@@ -181,14 +171,14 @@ class Visitor:
         answer = client.post("/completions", json=body)
         self._record.answer(answer.status_code, str(body)[:60])
         if answer.status_code < 400:
-            self._record.complain(f"{str(body)[:60]} was answered {answer.status_code}")
+            self._record.complaints.append(f"{str(body)[:60]} was answered {answer.status_code}")
 
     def state(self, client: httpx.Client) -> None:
         for path in ("/health", "/metrics", "/v1/models"):
             status = client.get(f"{self._server.root}{path}").status_code
             self._record.answer(status, path)
             if status != 200:
-                self._record.complain(f"{path} was answered {status}")
+                self._record.complaints.append(f"{path} was answered {status}")
 
     def storm(self, client: httpx.Client) -> None:
         """Connections that say nothing, nonsense, half a request, or a whole one, and wait or leave at once."""
@@ -233,7 +223,7 @@ def soak(bundle: Path, seconds: float, clients: int = CLIENTS, every: float = 60
             try:
                 wait_for(lambda: server.idle, 120)
             except (AssertionError, OSError) as error:
-                record.complain(f"the server never became idle: {error!r}")
+                record.complaints.append(f"the server never became idle: {error!r}")
             time.sleep(1)  # connections are closed a moment after their last answer
             measure()
             server.process.terminate()
@@ -242,18 +232,18 @@ def soak(bundle: Path, seconds: float, clients: int = CLIENTS, every: float = 60
         except TimeoutExpired:
             code = None
     if code != 0:
-        record.complain(f"the server ended with {code}")
+        record.complaints.append(f"the server ended with {code}")
     settled, last = sizes[len(sizes) // 3][1], sizes[-1][1]
     growth = last.resident - settled.resident
     if growth > GROWTH_BYTES or last.files > settled.files + 200 or last.threads > settled.threads + WORKERS:
-        record.complain(f"the server grew from {settled} to {last}")
+        record.complaints.append(f"the server grew from {settled} to {last}")
     return {
         "date": date.today().isoformat(),
         "seconds": round(sizes[-1][0]),
-        "visits": dict(sorted(record.visits.items())),
-        "answers": {str(status): count for status, count in sorted(record.answers.items())},
-        "texts_compared": record.compared,
-        "texts_wrong": record.wrong_texts,
+        "visits": dict(sorted(Counter(record.visits).items())),
+        "answers": {str(status): count for status, count in sorted(Counter(record.answers).items())},
+        "texts_compared": len(record.right),
+        "texts_wrong": record.right.count(False),
         "resident_growth_mib": round(growth / 2**20, 1),
         "log_bytes": logged["bytes"],
         "exit_code": code,

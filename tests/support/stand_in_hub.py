@@ -6,10 +6,11 @@ import hashlib
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import ThreadingHTTPServer
 from pathlib import Path
-from threading import Thread
 from urllib.parse import unquote, urlsplit
+
+from answering import QuietHandler, answering
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
@@ -31,12 +32,9 @@ class StandIn(ThreadingHTTPServer):
         return f"http://127.0.0.1:{self.server_address[1]}"
 
 
-class Handler(BaseHTTPRequestHandler):
+class Handler(QuietHandler):
     protocol_version = "HTTP/1.1"
     server: StandIn
-
-    def log_message(self, format: str, *args: object) -> None:
-        pass
 
     def do_GET(self) -> None:
         self.answer()
@@ -65,13 +63,8 @@ class Handler(BaseHTTPRequestHandler):
         else:
             files = [file for file in sorted(folder.rglob("*")) if file.is_file()]
             listed = [{"rfilename": file.relative_to(folder).as_posix(), "size": file.stat().st_size} for file in files]
-            content = {
-                "id": f"{org}/{name}",
-                "modelId": f"{org}/{name}",
-                "sha": self.server.listed_commit,
-                "siblings": listed,
-            }
-            self.send(json.dumps(content).encode(), {"Content-Type": "application/json"})
+            content = {"id": f"{org}/{name}", "modelId": f"{org}/{name}", "sha": self.server.listed_commit}
+            self.reply(json.dumps(content | {"siblings": listed}).encode(), 200, [("Content-Type", "application/json")])
 
     def send_file(self, org: str, name: str, revision: str, path: str) -> None:
         file = self.server.root / org / name / path
@@ -81,29 +74,16 @@ class Handler(BaseHTTPRequestHandler):
         content = file.read_bytes()
         if self.command == "GET":
             self.server.asked.append(f"{org}/{name}/{path}")
-        self.send(content, {"ETag": f'"{hashlib.sha256(content).hexdigest()}"', "X-Repo-Commit": COMMIT})
+        digest = hashlib.sha256(content).hexdigest()
+        self.reply(content, 200, [("ETag", f'"{digest}"'), ("X-Repo-Commit", COMMIT)])
 
     def refuse(self, code: str) -> None:
-        self.send(b"{}", {"X-Error-Code": code, "X-Error-Message": f"the stand-in says {code}"}, 404)
-
-    def send(self, content: bytes, headers: dict[str, str], status: int = 200) -> None:
-        self.send_response(status)
-        for name, value in {"Content-Length": str(len(content)), **headers}.items():
-            self.send_header(name, value)
-        self.end_headers()
-        if self.command != "HEAD":
-            self.wfile.write(content)
+        self.reply(b"{}", 404, [("X-Error-Code", code), ("X-Error-Message", f"the stand-in says {code}")])
 
 
 @contextmanager
 def stand_in(root: Path) -> Iterator[StandIn]:
     """A server that answers until the end."""
     server = StandIn(root)
-    thread = Thread(target=server.serve_forever, args=(0.05,))
-    thread.start()
-    try:
+    with answering(server):
         yield server
-    finally:
-        server.shutdown()
-        thread.join()
-        server.server_close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import itertools
 import threading
 import weakref
@@ -51,6 +52,21 @@ def run(work: Callable[[AsyncLLM], Awaitable[T]], llm: LLM, **limits: int) -> T:
             return await asyncio.wait_for(work(async_llm), PATIENCE_S)
 
     return asyncio.run(inside())
+
+
+def over_llm(**limits: int) -> Callable[[Callable[..., Awaitable[None]]], Callable[..., None]]:
+    """Makes a test of a coroutine: its first argument is an AsyncLLM over the fixture `llm`, with these limits."""
+
+    def decorate(test: Callable[..., Awaitable[None]]) -> Callable[..., None]:
+        def run_test(llm: LLM, *values: Any, **fixtures: Any) -> None:
+            run(lambda served: test(served, *values, **fixtures), llm, **limits)
+
+        llm, *others = inspect.signature(test).parameters.values()
+        run_test.__name__, run_test.__doc__ = test.__name__, test.__doc__
+        run_test.__signature__ = inspect.Signature([llm.replace(name="llm"), *others])  # type: ignore[attr-defined]
+        return run_test
+
+    return decorate
 
 
 async def collect(stream: RequestStream) -> list[StreamChunk]:

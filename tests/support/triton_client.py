@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 import tritonclient.grpc as grpc
 from numpy.typing import NDArray
+from tritonclient.utils import InferenceServerException
 
 from draftwood.runtime import EngineError, SpeculativeConfig
 from draftwood.runtime.serving.triton.contract import OPTIONAL_INPUTS, PROMPT, ModelSettings
@@ -25,19 +26,12 @@ from draftwood.runtime.serving.triton.server import Distribution, TritonServer
 
 OWN = SpeculativeConfig(budget="fixed")  # proposals that do not depend on how fast this machine is at the moment
 MANIFEST = Path(__file__).parents[2] / "deploy" / "kubernetes" / "triton.yaml"
-PLAIN, FAULTY = "draftwood", "faulty"
+PLAIN, FAULTY, FAIR = "draftwood", "faulty", "fair"
 SLOW, RAISES, DIES, BREAKS, ENDLESS = 1001, 1002, 1003, 1004, 1005  # seeds that make the faulty model misbehave
 WAIT_SECONDS = 300.0
-DTYPES = {
-    "TYPE_STRING": np.object_,
-    "TYPE_INT32": np.int32,
-    "TYPE_FP32": np.float32,
-    "TYPE_UINT64": np.uint64,
-    "TYPE_BOOL": np.bool_,
-}
-BEGUN = (
-    "DRAFTWOOD_TEST_BEGUN"  # a variable with a file's name: the prompts' last tokens in the order in which texts begin
-)
+Refused = InferenceServerException
+DTYPES = {"TYPE_STRING": np.object_, "TYPE_INT32": np.int32, "TYPE_FP32": np.float32, "TYPE_UINT64": np.uint64}
+BEGUN = "DRAFTWOOD_TEST_BEGUN"  # a variable: the file of the prompts' last tokens, in the order in which texts begin
 # The product's model, given logits processors that take long, fail, or end the process.
 FAULTS = f"""
 
@@ -88,12 +82,14 @@ def misbehaving(seed, last):
 
 
 def write_repository(bundle: Path, repository: Path) -> Path:
-    """Two models over one bundle: one as it is, in two instances, and one that misbehaves and takes three requests."""
+    """Models over one bundle: one as it is, in two instances; one that misbehaves and takes three requests; one
+    that decodes a request at a time, which nobody has loaded."""
     write_model(bundle, repository, PLAIN, ModelSettings("", OWN), Placement(instances=2), copy_bundle=True)
-    settings = ModelSettings("", OWN, max_running=2, max_waiting=1)
-    folder = write_model(bundle, repository, FAULTY, settings, Placement(), copy_bundle=False)
-    with (folder / "1" / "model.py").open("a", encoding="utf-8") as file:
-        file.write(FAULTS)
+    faulty, fair = ModelSettings("", OWN, max_running=2, max_waiting=1), ModelSettings("", OWN, max_running=1)
+    for name, settings in ((FAULTY, faulty), (FAIR, fair)):
+        folder = write_model(bundle, repository, name, settings, Placement(), copy_bundle=False)
+        with (folder / "1" / "model.py").open("a", encoding="utf-8") as file:
+            file.write(FAULTS)
     return repository
 
 
@@ -117,13 +113,12 @@ def tensor(name: str, array: NDArray[Any]) -> Any:
 
 def inputs(text: str, **settings: Any) -> list[Any]:
     """Input tensors of the contract's types: text_input and these."""
-    types = {spec.name: DTYPES[spec.data_type] for spec in (PROMPT, *OPTIONAL_INPUTS)}
+    types = {spec.name: DTYPES.get(spec.data_type, np.bool_) for spec in (PROMPT, *OPTIONAL_INPUTS)}
     made = []
     for name, value in {PROMPT.name: text, **settings}.items():
-        items = [
-            item.encode() if isinstance(item, str) else item for item in (value if isinstance(value, list) else [value])
-        ]
-        made.append(tensor(name, np.array([items], types[name])))
+        items = value if isinstance(value, list) else [value]
+        coded = [item.encode() if isinstance(item, str) else item for item in items]
+        made.append(tensor(name, np.array([coded], types[name])))
     return made
 
 
@@ -138,28 +133,15 @@ class Call:
     """One request over gRPC, on a connection of its own; ending the `with` block cancels it unless it ended."""
 
     def __init__(
-        self,
-        address: str,
-        model: str,
-        tensors: list[Any],
-        timeout: float | None = None,
-        sequence: int | str = 0,
-        **parameters: Any,
+        self, address: str, model: str, tensors: Any, timeout: float | None = None, sequence: Any = 0, **parameters: Any
     ) -> None:
         self._client = grpc.InferenceServerClient(address)
         self._answers: queue.Queue[Any] = queue.Queue()
         self._ended = False
         self._client.start_stream(lambda result, error: self._answers.put((result, error)))
         deadline = None if timeout is None else round(timeout * 1e6)
-        self._client.async_stream_infer(
-            model,
-            tensors,
-            request_id="one",
-            sequence_id=sequence,
-            enable_empty_final_response=True,
-            timeout=deadline,
-            parameters=parameters,
-        )
+        options = {"request_id": "one", "sequence_id": sequence, "timeout": deadline, "parameters": parameters}
+        self._client.async_stream_infer(model, tensors, enable_empty_final_response=True, **options)
 
     def next(self, wait: float = WAIT_SECONDS) -> Answer:
         """The next response. Raises queue.Empty when none comes, InferenceServerException for an error."""

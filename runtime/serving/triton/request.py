@@ -108,6 +108,8 @@ def parse_request(
     such settings.
     Raises RequestError or ConfigError.
     """
+    if PROMPT.name not in tensors:  # Triton lets it through
+        raise RequestError(f"{PROMPT.name} is missing: send the prompt in it")
     given = {name: read(name, tensor) for name, tensor in tensors.items()}
     prompt = given.pop(PROMPT.name)
     content = given.pop("sampling_parameters", None)

@@ -4,37 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import gc
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from fakes import POOLED
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
-from together import PATIENCE_S, WatchedEngine, collect, fake_engine, held, run, tokens_of, until
+from together import PATIENCE_S, WatchedEngine, collect, held, over_llm, run, tokens_of, until
 
 from draftwood.models.errors import ConfigError, RequestError
 from draftwood.runtime import LLM, AsyncLLM, QueueFullError, SamplingParams, SpeculativeConfig, StreamChunk
-from draftwood.runtime.bundle.bundle import EngineBundle
 from draftwood.runtime.decoding.request import Request
-from draftwood.runtime.engines.backends import BACKENDS, UNLISTED
 from draftwood.runtime.llm import Speculation
 from draftwood.runtime.requests.async_llm import DeadlineError, ShutdownError
 
 GREEDY = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True)
 LONG = SamplingParams(max_tokens=200, temperature=0, ignore_eos=True)
-
-
-@pytest.fixture(scope="module", params=["pooled", "one by one"])
-def llm(tiny_bundle: Path, request: pytest.FixtureRequest) -> Iterator[LLM]:
-    """Requests whose passes run together, and requests whose engines cannot do that."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(EngineBundle, "open_engine", fake_engine)
-        patch.setitem(BACKENDS, "fake", POOLED if request.param == "pooled" else UNLISTED)
-        yield LLM(tiny_bundle, SpeculativeConfig(budget="fixed"))
 
 
 def test_a_request_gives_the_chunks_of_the_llm(llm: LLM) -> None:
@@ -100,17 +87,15 @@ def test_rounds_take_turns(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
         assert abs(shared[:end].count("a") - shared[:end].count("b")) <= 2
 
 
-def test_a_full_queue_refuses_at_once(llm: LLM) -> None:
-    async def four(served: AsyncLLM) -> None:
-        with served._scheduler.changed:  # none ends before all were sent
-            streams = [served.generate("x", LONG) for _ in range(3)]
-            with pytest.raises(QueueFullError, match="max-waiting"):
-                served.generate("x", LONG)
-            await streams[0].aclose()
-        assert [len(tokens_of(await collect(stream))) for stream in streams[1:]] == [200, 200]
-        served.generate("x", LONG)
-
-    run(four, llm, max_running=1, max_waiting=2)
+@over_llm(max_running=1, max_waiting=2)
+async def test_a_full_queue_refuses_at_once(served: AsyncLLM) -> None:
+    with served._scheduler.changed:  # none ends before all were sent
+        streams = [served.generate("x", LONG) for _ in range(3)]
+        with pytest.raises(QueueFullError, match="max-waiting"):
+            served.generate("x", LONG)
+        await streams[0].aclose()
+    assert [len(tokens_of(await collect(stream))) for stream in streams[1:]] == [200, 200]
+    served.generate("x", LONG)
 
 
 @pytest.mark.parametrize(
@@ -129,61 +114,56 @@ def test_a_full_queue_refuses_at_once(llm: LLM) -> None:
         ("x", {"cache_salt": ["x"]}, RequestError, "cache_salt must be text"),
     ],
 )
-def test_bad_input_is_refused_before_it_is_queued(
-    llm: LLM, prompt: str | list[int], options: dict[str, Any], error: type[Exception], named: str
+@over_llm()
+async def test_bad_input_is_refused_before_it_is_queued(
+    served: AsyncLLM, prompt: str | list[int], options: dict[str, Any], error: type[Exception], named: str
 ) -> None:
-    async def refused(served: AsyncLLM) -> None:
-        with pytest.raises(error, match=named):
-            served.generate(prompt, **options)
-        assert served.num_running == served.num_waiting == 0
-
-    run(refused, llm)
+    with pytest.raises(error, match=named):
+        served.generate(prompt, **options)
+    assert served.num_running == served.num_waiting == 0
 
 
-def test_a_request_can_be_aborted_by_its_id(llm: LLM) -> None:
-    async def aborted(served: AsyncLLM) -> None:
-        with held(llm.target, passes=6):
-            stream, waiting = served.generate("x", LONG, request_id="one"), served.generate("x", LONG, request_id="two")
-            with pytest.raises(RequestError, match="'one' is in progress"):
-                served.generate("x", request_id="one")
-            await anext(stream)
-            assert served.abort("two") and served.abort("one") and not served.abort("three")
-        rest, never_ran = await collect(stream), await collect(waiting)
-        assert rest[-1].finish_reason == "abort" and rest[-1].stats.num_tokens >= len(tokens_of(rest))
-        assert [chunk.finish_reason for chunk in never_ran] == ["abort"] and not tokens_of(never_ran)
-        assert served.num_running == served.num_waiting == 0
-        assert 'requests_total{finish_reason="abort"} 2' in served.metrics.to_prometheus({})
-
-    run(aborted, llm, max_running=1)
+@over_llm(max_running=1)
+async def test_a_request_can_be_aborted_by_its_id(served: AsyncLLM) -> None:
+    with held(served.llm.target, passes=6):
+        stream, waiting = served.generate("x", LONG, request_id="one"), served.generate("x", LONG, request_id="two")
+        with pytest.raises(RequestError, match="'one' is in progress"):
+            served.generate("x", request_id="one")
+        await anext(stream)
+        assert served.abort("two") and served.abort("one") and not served.abort("three")
+    rest, never_ran = await collect(stream), await collect(waiting)
+    assert rest[-1].finish_reason == "abort" and rest[-1].stats.num_tokens >= len(tokens_of(rest))
+    assert [chunk.finish_reason for chunk in never_ran] == ["abort"] and not tokens_of(never_ran)
+    assert served.num_running == served.num_waiting == 0
+    assert 'requests_total{finish_reason="abort"} 2' in served.metrics.to_prometheus({})
 
 
 @pytest.mark.parametrize("way", ["close", "cancel", "drop"])
-def test_a_consumer_that_goes_away_frees_the_engine(llm: LLM, way: str) -> None:
-    async def gone(served: AsyncLLM) -> None:
-        with held(llm.target, passes=6):
-            stream = served.generate("x", LONG)
-            await anext(stream)
-            if way == "close":
-                await stream.aclose()
-                with pytest.raises(StopAsyncIteration):
-                    await anext(stream)
-            elif way == "cancel":
-                task = asyncio.create_task(collect(stream))
-                await asyncio.sleep(0)
-                task.cancel()
-                with pytest.raises(asyncio.CancelledError):
-                    await task
-            else:
-                del stream
-        assert await served.drain(PATIENCE_S)
-        assert 'requests_total{finish_reason="abort"} 1' in served.metrics.to_prometheus({})
-
-    run(gone, llm)
+@over_llm()
+async def test_a_consumer_that_goes_away_frees_the_engine(served: AsyncLLM, way: str) -> None:
+    with held(served.llm.target, passes=6):
+        stream = served.generate("x", LONG)
+        await anext(stream)
+        if way == "close":
+            await stream.aclose()
+            with pytest.raises(StopAsyncIteration):
+                await anext(stream)
+        elif way == "cancel":
+            task = asyncio.create_task(collect(stream))
+            await asyncio.sleep(0)
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+        else:
+            del stream
+    assert await served.drain(PATIENCE_S)
+    assert 'requests_total{finish_reason="abort"} 1' in served.metrics.to_prometheus({})
 
 
-def test_a_deadline_ends_the_running_and_the_waiting(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+@over_llm(max_running=1)
+async def test_a_deadline_ends_the_running_and_the_waiting(served: AsyncLLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """By a clock on which a pass takes 20 ms."""
-    score, passes = llm.target.score, 0
+    score, passes = served.llm.target.score, 0
 
     def slowly(*_: object) -> NDArray[np.float64]:
         raise AssertionError("the waiting request has run")
@@ -193,82 +173,58 @@ def test_a_deadline_ends_the_running_and_the_waiting(llm: LLM, monkeypatch: pyte
         passes += 1
         return score(*arguments)
 
-    async def late(served: AsyncLLM) -> None:
-        with served._scheduler.changed:  # the engine's thread finds both
-            running = served.generate("x", SamplingParams(max_tokens=200, seed=0, ignore_eos=True), deadline_s=0.5)
-            params = SamplingParams(logits_processors=(slowly,))
-            waiting = served.generate("x", params, deadline_s=0.01)
-        chunks = []
-        with pytest.raises(DeadlineError, match=r"0\.5 s"):
-            async for chunk in running:
-                chunks.append(chunk)
-        assert chunks and passes == 25
-        with pytest.raises(DeadlineError, match=r"0\.01 s"):
-            await anext(waiting)
-        assert len(tokens_of(await collect(served.generate("x", GREEDY, deadline_s=20)))) == 12
-
-    monkeypatch.setattr(llm.target, "score", counted)
+    monkeypatch.setattr(served.llm.target, "score", counted)
     for user in ("async_llm", "engine_thread"):
         monkeypatch.setattr(f"draftwood.runtime.requests.{user}.monotonic", lambda: passes / 50)
-    run(late, llm, max_running=1)
+    with served._scheduler.changed:  # the engine's thread finds both
+        running = served.generate("x", SamplingParams(max_tokens=200, seed=0, ignore_eos=True), deadline_s=0.5)
+        params = SamplingParams(logits_processors=(slowly,))
+        waiting = served.generate("x", params, deadline_s=0.01)
+    chunks = []
+    with pytest.raises(DeadlineError, match=r"0\.5 s"):
+        async for chunk in running:
+            chunks.append(chunk)
+    assert chunks and passes == 25
+    with pytest.raises(DeadlineError, match=r"0\.01 s"):
+        await anext(waiting)
+    assert len(tokens_of(await collect(served.generate("x", GREEDY, deadline_s=20)))) == 12
 
 
-def test_an_exception_in_a_round_ends_only_its_request(llm: LLM) -> None:
-    def fails(output: Any, logits: NDArray[np.float64]) -> NDArray[np.float64]:
-        if len(output) > 4:
-            raise ZeroDivisionError("a user's own mistake")
-        return logits
-
-    async def broken(served: AsyncLLM) -> None:
-        good = asyncio.create_task(collect(served.generate("hello", LONG)))
-        params = SamplingParams(max_tokens=50, temperature=0, ignore_eos=True, logits_processors=(fails,))
-        with pytest.raises(ZeroDivisionError, match="own mistake"):
-            await collect(served.generate("hello", params))
-        assert tokens_of(await good) == llm.generate("hello", LONG)[0].token_ids
-        assert 'requests_total{finish_reason="error"} 1' in served.metrics.to_prometheus({})
-
-    run(broken, llm)
-
-
-def test_draining_finishes_what_runs_and_takes_nothing_more(llm: LLM) -> None:
-    async def drained(served: AsyncLLM) -> None:
-        with held(llm.target):
-            tasks = [asyncio.create_task(collect(served.generate("x", LONG))) for _ in range(3)]
-            await asyncio.sleep(0)
-            assert not await served.drain(0.001)
-            with pytest.raises(ShutdownError, match="stopping"):
-                served.generate("x", GREEDY)
-        assert await served.drain() and not served.accepting
-        assert [len(tokens_of(await task)) for task in tasks] == [200] * 3
-
-    run(drained, llm, max_running=2)
-
-
-def test_closing_ends_everybody(llm: LLM) -> None:
-    async def closed(served: AsyncLLM) -> None:
-        with held(llm.target, passes=6):
-            streams = [served.generate("x", LONG) for _ in range(3)]
-            await anext(streams[0])
-            closing = asyncio.create_task(asyncio.to_thread(served.close))
-            await until(lambda: not served.alive)  # it waits for the pass
-        await closing
-        for stream in streams:
-            with pytest.raises(ShutdownError):
-                await collect(stream)
-        with pytest.raises(ShutdownError):
+@over_llm(max_running=2)
+async def test_draining_finishes_what_runs_and_takes_nothing_more(served: AsyncLLM) -> None:
+    with held(served.llm.target):
+        tasks = [asyncio.create_task(collect(served.generate("x", LONG))) for _ in range(3)]
+        await asyncio.sleep(0)
+        assert not await served.drain(0.001)
+        with pytest.raises(ShutdownError, match="stopping"):
             served.generate("x", GREEDY)
+    assert await served.drain() and not served.accepting
+    assert [len(tokens_of(await task)) for task in tasks] == [200] * 3
 
-    run(closed, llm, max_running=2)
+
+@over_llm(max_running=2)
+async def test_closing_ends_everybody(served: AsyncLLM) -> None:
+    with held(served.llm.target, passes=6):
+        streams = [served.generate("x", LONG) for _ in range(3)]
+        await anext(streams[0])
+        closing = asyncio.create_task(asyncio.to_thread(served.close))
+        await until(lambda: not served.alive)  # it waits for the pass
+    await closing
+    for stream in streams:
+        with pytest.raises(ShutdownError):
+            await collect(stream)
+    with pytest.raises(ShutdownError):
+        served.generate("x", GREEDY)
 
 
-def test_nobody_waits_for_ever_when_the_engine_thread_breaks(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def broken(served: AsyncLLM) -> None:
-        monkeypatch.setattr(served.metrics, "record_round", lambda *_: 1 / 0)
-        with pytest.raises(ZeroDivisionError):
-            await collect(served.generate("x", GREEDY))
-        assert not served.accepting
-
-    run(broken, llm)
+@over_llm()
+async def test_nobody_waits_for_ever_when_the_engine_thread_breaks(
+    served: AsyncLLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(served.metrics, "record_round", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        await collect(served.generate("x", GREEDY))
+    assert not served.accepting
 
 
 def test_caches_do_not_outlive_their_requests(llm: LLM) -> None:

@@ -15,7 +15,7 @@ from costs import FREE, passes
 from fakes import POOLED, FakeCache, FakeEngine, random_model
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from together import collect, fake_engine, run, tokens_of
+from together import collect, fake_engine, over_llm, run, tokens_of
 
 from draftwood.models.errors import ConfigError, RequestError
 from draftwood.runtime import LLM, AsyncLLM, SamplingParams, SpeculativeConfig
@@ -54,8 +54,21 @@ def files_of(root: Path, content: dict[str, str]) -> Path:
 
 
 MEMINFO = {"proc/meminfo": "MemTotal: 9999 kB\nMemAvailable: 5000 kB\n"}
-V2 = "sys/fs/cgroup/"
-V1 = "sys/fs/cgroup/memory/"
+V2, V1 = "sys/fs/cgroup/", "sys/fs/cgroup/memory/"
+
+
+def group(folder: str, most: object, now: int, stat: str = "") -> dict[str, str]:
+    """The files of a control group, with names of its version."""
+    names = ("limit_in_bytes", "usage_in_bytes") if folder.startswith(V1) else ("max", "current")
+    files = {f"{folder}memory.{name}": str(value) for name, value in zip(names, (most, now), strict=True)}
+    return files | ({f"{folder}memory.stat": stat} if stat else {})
+
+
+def in_groups(own: str, *groups: dict[str, str]) -> dict[str, str]:
+    return {"proc/self/cgroup": own} | {name: text for each in groups for name, text in each.items()}
+
+
+CACHED, CACHED_V1 = "anon 5\ninactive_file 300\n", "inactive_file 1\ntotal_inactive_file 50\n"
 
 
 @pytest.mark.parametrize(
@@ -63,37 +76,10 @@ V1 = "sys/fs/cgroup/memory/"
     [
         ({}, None),
         (MEMINFO, 5000 * 1024),
-        (MEMINFO | {"proc/self/cgroup": "0::/\n", V2 + "memory.max": "max", V2 + "memory.current": "7"}, 5000 * 1024),
-        (
-            {
-                "proc/self/cgroup": "0::/a/b\n",
-                V2 + "a/memory.max": "1000",
-                V2 + "a/memory.current": "900",
-                V2 + "a/memory.stat": "anon 5\ninactive_file 300\n",
-                V2 + "a/b/memory.max": "800",
-                V2 + "a/b/memory.current": "100",
-            },
-            400,
-        ),
-        (
-            {
-                "proc/self/cgroup": "5:cpu:/\n4:memory:/not/seen/from/inside\n",
-                V1 + "memory.limit_in_bytes": "1000",
-                V1 + "memory.usage_in_bytes": "1200",
-            },
-            0,
-        ),
-        (
-            {
-                "proc/self/cgroup": "4:memory,hugetlb:/a\n",
-                V1 + "a/memory.limit_in_bytes": "1000",
-                V1 + "a/memory.usage_in_bytes": "600",
-                V1 + "a/memory.stat": "inactive_file 1\ntotal_inactive_file 50\n",
-                V1 + "memory.limit_in_bytes": "9223372036854771712",
-                V1 + "memory.usage_in_bytes": "600",
-            },
-            450,
-        ),
+        (MEMINFO | in_groups("0::/\n", group(V2, "max", 7)), 5000 * 1024),
+        (in_groups("0::/a/b\n", group(V2 + "a/", 1000, 900, CACHED), group(V2 + "a/b/", 800, 100)), 400),
+        (in_groups("5:cpu:/\n4:memory:/not/seen/from/inside\n", group(V1, 1000, 1200)), 0),
+        (in_groups("4:memory,hugetlb:/a\n", group(V1 + "a/", 1000, 600, CACHED_V1), group(V1, 2**63 - 4096, 600)), 450),
     ],
 )
 def test_the_tightest_limit_counts(tmp_path: Path, content: dict[str, str], expected: int | None) -> None:
@@ -139,89 +125,74 @@ def test_the_default_is_a_share_of_what_is_there(llm: LLM, monkeypatch: pytest.M
     assert cache_budget(specs, MIB, "cuda") == cache_budget(specs, MIB)
 
 
-def limited(llm: LLM, slots: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    budget = replace(cache_budget([llm.target.spec], None), slots=slots, padding=64)
-    monkeypatch.setattr("draftwood.runtime.llm.cache_budget", lambda *_: budget)
-
-
 def test_requests_wait_for_slots_in_order_and_the_impossible_is_refused(
     llm: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    limited(llm, 250, monkeypatch)
+    budget, forward, most = replace(cache_budget([llm.target.spec], None), slots=250, padding=64), llm.target.score, 0
+    monkeypatch.setattr("draftwood.runtime.llm.cache_budget", lambda *_: budget)
 
-    async def work(served: AsyncLLM) -> None:
+    async def work(served: AsyncLLM) -> list[list[int]]:
         with pytest.raises(RequestError, match="--kv-cache-bytes"):
             served.generate([5] * 100, SamplingParams(max_tokens=100))
         assert served.max_tokens_behind([5] * 100) == 250 - 64 - 100
-        most = 0
 
         def watched(*arguments: Any) -> Any:
             nonlocal most
             most = max(most, sum(request.next_pass is not None for request in served._scheduler.queue.running))
             return forward(*arguments)
 
-        forward = llm.target.score
         monkeypatch.setattr(llm.target, "score", watched)
         with served._scheduler.changed:  # the engine's thread finds all of them
             streams = [served.generate([5, number], GREEDY) for number in range(8)]
-        texts = await asyncio.gather(*map(collect, streams))
-        assert [tokens_of(text) for text in texts] == [
-            tokens_of(list(llm.stream([5, number], GREEDY))) for number in range(8)
-        ]
-        assert most == 2  # of 86 slots each
+        return list(map(tokens_of, await asyncio.gather(*map(collect, streams))))
 
-    run(work, llm, max_running=8, max_waiting=8)
+    texts = run(work, llm, max_running=8, max_waiting=8)
+    assert texts == [tokens_of(list(llm.stream([5, number], GREEDY))) for number in range(8)]
+    assert most == 2  # of 86 slots each
 
 
 @settings(max_examples=15, deadline=None)
 @given(failing=st.sets(st.integers(1, 60), max_size=12))
-def test_passes_without_memory_are_tried_again_and_no_text_changes(llm: LLM, failing: set[int]) -> None:
+@over_llm(max_running=4)
+async def test_passes_without_memory_are_tried_again_and_no_text_changes(served: AsyncLLM, failing: set[int]) -> None:
     """A pass may fail before or after the engine has computed it."""
     calls = 0
+    forward = served.llm.target.score
 
-    async def work(served: AsyncLLM) -> None:
+    def short(*arguments: Any) -> Any:
         nonlocal calls
-        forward = llm.target.score
+        calls += 1
+        if calls in failing:
+            raise MemoryError
+        return forward(*arguments)
 
-        def short(*arguments: Any) -> Any:
-            nonlocal calls
-            calls += 1
-            if calls in failing:
-                raise MemoryError
-            return forward(*arguments)
-
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(llm.target, "score", short)
-            with served._scheduler.changed:  # the engine's thread finds all of them
-                streams = [served.generate([5, number], GREEDY) for number in range(4)]
-            results = await asyncio.gather(*map(collect, streams), return_exceptions=True)
-        for number, result in enumerate(results):
-            if isinstance(result, BaseException):
-                assert isinstance(result, OutOfMemoryError) and any(call + 1 in failing for call in failing)
-            else:
-                assert tokens_of(result) == tokens_of(list(llm.stream([5, number], GREEDY)))
-        assert served.alive
-        assert len(tokens_of(await collect(served.generate([5], GREEDY)))) == 20
-
-    run(work, llm, max_running=4)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(served.llm.target, "score", short)
+        with served._scheduler.changed:  # the engine's thread finds all of them
+            streams = [served.generate([5, number], GREEDY) for number in range(4)]
+        results = await asyncio.gather(*map(collect, streams), return_exceptions=True)
+    for number, result in enumerate(results):
+        if isinstance(result, BaseException):
+            assert isinstance(result, OutOfMemoryError) and any(call + 1 in failing for call in failing)
+        else:
+            assert tokens_of(result) == tokens_of(list(served.llm.stream([5, number], GREEDY)))
+    assert served.alive
+    assert len(tokens_of(await collect(served.generate([5], GREEDY)))) == 20
 
 
-def test_memory_that_never_suffices_is_seen_by_health(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+@over_llm(max_running=4, max_waiting=8)
+async def test_memory_that_never_suffices_is_seen_by_health(served: AsyncLLM, monkeypatch: pytest.MonkeyPatch) -> None:
     def never(*_: Any) -> Any:
         raise MemoryError
 
-    async def work(served: AsyncLLM) -> None:
-        with monkeypatch.context() as patch:
-            patch.setattr(llm.target, "score", never)
-            results = await asyncio.gather(
-                *(collect(served.generate([5, number], GREEDY)) for number in range(8)), return_exceptions=True
-            )
-        assert all(isinstance(result, OutOfMemoryError) for result in results)
-        assert served.trouble
-        assert len(tokens_of(await collect(served.generate([5], GREEDY)))) == 20
-        assert served.trouble is None
-
-    run(work, llm, max_running=4, max_waiting=8)
+    with monkeypatch.context() as patch:
+        patch.setattr(served.llm.target, "score", never)
+        streams = [served.generate([5, number], GREEDY) for number in range(8)]
+        results = await asyncio.gather(*map(collect, streams), return_exceptions=True)
+    assert all(isinstance(result, OutOfMemoryError) for result in results)
+    assert served.trouble
+    assert len(tokens_of(await collect(served.generate([5], GREEDY)))) == 20
+    assert served.trouble is None
 
 
 class Growing(FakeCache):
@@ -233,8 +204,11 @@ class Growing(FakeCache):
         self.capacity = max(capacity, 256, len(self.rows))
 
 
-def test_texts_that_only_together_find_no_memory_are_read_one_by_one(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    forward, widest, alone = llm.target.score, 0, True
+@over_llm(max_running=2)
+async def test_texts_that_only_together_find_no_memory_are_read_one_by_one(
+    served: AsyncLLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    forward, widest, alone = served.llm.target.score, 0, True
 
     def narrow(batch: TokenBatch, cache: KVCache) -> ForwardOutput:
         nonlocal widest
@@ -243,17 +217,13 @@ def test_texts_that_only_together_find_no_memory_are_read_one_by_one(llm: LLM, m
             raise MemoryError
         return forward(batch, cache)
 
-    async def work(served: AsyncLLM) -> None:
-        nonlocal alone
-        monkeypatch.setattr(llm.target, "score", narrow)
-        monkeypatch.setattr(FakeCache, "shrink", Growing.shrink)
-        expected = [tokens_of(list(llm.stream([number], GREEDY))) for number in range(2)]
-        alone = False
-        with served._scheduler.changed:  # the engine's thread finds all of them
-            streams = [served.generate([number], GREEDY) for number in range(2)]
-        assert [tokens_of(text) for text in await asyncio.gather(*map(collect, streams))] == expected
-
-    run(work, llm, max_running=2)
+    monkeypatch.setattr(served.llm.target, "score", narrow)
+    monkeypatch.setattr(FakeCache, "shrink", Growing.shrink)
+    expected = [tokens_of(list(served.llm.stream([number], GREEDY))) for number in range(2)]
+    alone = False
+    with served._scheduler.changed:  # the engine's thread finds all of them
+        streams = [served.generate([number], GREEDY) for number in range(2)]
+    assert [tokens_of(text) for text in await asyncio.gather(*map(collect, streams))] == expected
 
 
 class Short(FakeEngine):

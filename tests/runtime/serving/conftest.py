@@ -68,3 +68,28 @@ def complete(http: Any) -> Complete:
         return content
 
     return ask
+
+
+@pytest.fixture(scope="session")
+def begun(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The prompts in the order in which a model of `tritonserver` began their texts."""
+    return tmp_path_factory.mktemp("begun") / "prompts"
+
+
+@pytest.fixture(scope="session")
+def tritonserver(tiny_bundle: Path, tmp_path_factory: pytest.TempPathFactory, begun: Path) -> Iterator[Any]:
+    from triton_client import BEGUN, triton
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(BEGUN, str(begun))
+        with triton(tiny_bundle, tmp_path_factory.mktemp("triton") / "models") as running:
+            yield running
+
+
+@pytest.fixture
+def triton_api(tritonserver: Any) -> Iterator[Any]:
+    """Triton's own client."""
+    from tritonclient.grpc import InferenceServerClient
+
+    with InferenceServerClient(tritonserver.grpc) as opened:
+        yield opened

@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import ThreadingHTTPServer
 from pathlib import Path
-from threading import Event, Thread
+from threading import Event
 from typing import Any, NamedTuple
 
 import pytest
+from answering import QuietHandler, answering
 from browser import Browser, Page, chromium
 from serving import Served, served, with_chat_template
 
@@ -21,6 +22,7 @@ from draftwood.runtime.sampling.params import SamplingParams  # noqa: E402
 from draftwood.runtime.serving.http.pages import chat_page  # noqa: E402 - only where it is installed
 
 KEY = "secret"
+MODEL = "document.getElementById('model').textContent"
 ENDLESS = "the answer to this does not end"
 HOSTILE = "<script>hacked = 1</script><img src=x onerror='hacked = 1'></span><b id=injected>&lt;"
 
@@ -62,26 +64,36 @@ def ask(page: Page, prompt: str) -> str:
     return answers[-1]
 
 
-def test_a_conversation_from_the_key_to_the_rounds(server: Served, browser: Browser) -> None:
+def unlocked(server: Served, browser: Browser) -> Page:
+    """The page, after a wrong key and the right one."""
     page = browser.open(server.root + "/")
     page.wait("!document.getElementById('unlock').hidden")
-    fill(page, key="wrong")
-    submit(page, "unlock")
-    page.wait("!document.getElementById('refused').hidden")
-    assert page.run("document.getElementById('model').textContent") == ""
-    fill(page, key=KEY)
-    submit(page, "unlock")
-    page.wait("document.getElementById('model').textContent === 'tiny'")
+    for key, condition in (("wrong", "!document.getElementById('refused').hidden"), (KEY, f"{MODEL} === 'tiny'")):
+        assert page.run(MODEL) == ""
+        fill(page, key=key)
+        submit(page, "unlock")
+        page.wait(condition)
+    return page
+
+
+def answered(server: Served, path: str, **body: Any) -> Any:
+    """The first choice of the server's answer to a client of its own."""
+    answer = httpx.post(f"{server.url}{path}", json=body, headers={"authorization": f"Bearer {KEY}"}, timeout=60)
+    return answer.json()["choices"][0]
+
+
+def test_a_conversation_from_the_key_to_the_rounds(server: Served, browser: Browser) -> None:
+    page = unlocked(server, browser)
     assert page.run("document.getElementById('unlock').hidden && document.getElementById('mode').value") == "chat"
     assert page.run("[document.cookie, localStorage.length, sessionStorage.length].join()") == ",0,0"
 
     fill(page, seed="7", temperature="1", top_p="1", limit="24", system="be brief")
-    first = ask(page, "hello")
-    messages = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "hello"}]
-    assert first == answered(server, messages) and first
-    assert ask(page, "again") == answered(
-        server, [*messages, {"role": "assistant", "content": first}, {"role": "user", "content": "again"}]
-    )
+    messages = [{"role": "system", "content": "be brief"}]
+    for said in ("hello", "again"):
+        messages.append({"role": "user", "content": said})
+        expected = answered(server, "/chat/completions", messages=messages, seed=7, temperature=1, max_tokens=24)
+        messages.append({"role": "assistant", "content": ask(page, said)})
+        assert messages[-1]["content"] == expected["message"]["content"] != ""
     assert "tokens/s" in page.run("document.querySelector('.facts').textContent")
     accepted = page.run("/(\\d+) of (\\d+) drafted tokens accepted/.exec(document.querySelector('.facts').textContent)")
     drafted = page.run("document.querySelector('.assistant').querySelectorAll('.drafted').length")
@@ -107,52 +119,13 @@ def wait_for_page(browser: Browser, before: set[str]) -> Page:
     return browser.attach(new[0])
 
 
-def answered(server: Served, messages: list[dict[str, str]]) -> str:
-    body = {"messages": messages, "seed": 7, "temperature": 1, "max_tokens": 24}
-    answer = httpx.post(f"{server.url}/chat/completions", json=body, headers={"authorization": f"Bearer {KEY}"})
-    text: str = answer.json()["choices"][0]["message"]["content"]
-    return text
-
-
 def test_a_text_is_continued(server: Served, browser: Browser) -> None:
-    page = browser.open(server.root + "/")
-    page.wait("!document.getElementById('unlock').hidden")
-    fill(page, key=KEY)
-    submit(page, "unlock")
-    page.wait("document.getElementById('model').textContent")
+    page = unlocked(server, browser)
     fill(page, mode="text", seed="3", limit="16", temperature="0")
-    body = {"prompt": "hello", "max_tokens": 16, "temperature": 0}
-    plain = httpx.post(f"{server.url}/completions", json=body, headers={"authorization": f"Bearer {KEY}"})
-    assert ask(page, "hello") == plain.json()["choices"][0]["text"]
+    plain = answered(server, "/completions", prompt="hello", max_tokens=16, temperature=0)
+    assert ask(page, "hello") == plain["text"]
     page.run("document.getElementById('clear').click()")
     assert page.run("document.getElementById('log').children.length") == 0
-
-
-def open_answering(browser: Browser, address: str) -> Page:
-    """The page while it receives an answer that does not end."""
-    page = browser.open(address)
-    fill(page, prompt=ENDLESS)
-    submit(page, "ask")
-    page.wait("document.querySelector('.assistant') && document.querySelector('.assistant').textContent === 'aa'")
-    return page
-
-
-def test_stopping_an_answer_ends_its_request(browser: Browser) -> None:
-    with hostile("a") as server:
-        page = open_answering(browser, server.address)
-        page.run("document.getElementById('stop').click()")
-        assert server.left.wait(60)
-        page.wait("document.getElementById('stop').hidden && document.querySelector('button.explain')")
-        assert ask(page, "the server still answers") == "aa"
-
-
-def test_a_new_conversation_has_nothing_of_the_answer_that_it_ended(browser: Browser) -> None:
-    with hostile("a") as server:
-        page = open_answering(browser, server.address)
-        page.run("document.getElementById('clear').click()")
-        page.wait("document.getElementById('stop').hidden")
-        assert ask(page, "hello") == "aa" and server.asked[-1] == [{"role": "user", "content": "hello"}]
-        assert ask(page, "again") == "aa" and [each["content"] for each in server.asked[-1]] == ["hello", "aa", "again"]
 
 
 class Hostile(NamedTuple):
@@ -168,52 +141,55 @@ def hostile(piece: str) -> Iterator[Hostile]:
     """A server with the real page, whose model, answers and errors are `piece`."""
     left, asked = Event(), list[list[dict[str, str]]]()
 
-    class Handler(BaseHTTPRequestHandler):
+    class Handler(QuietHandler):
         def do_GET(self) -> None:
             page = chat_page(SamplingParams())
             content = bytes(page.body) if self.path == "/" else json.dumps({"data": [{"id": piece}]}).encode()
-            self.reply(200, page.headers.items() if self.path == "/" else (), content)
+            headers = [each for each in page.headers.items() if each[0] != "content-length"]
+            self.reply(content, headers=headers if self.path == "/" else ())
 
         def do_POST(self) -> None:
-            body = json.loads(self.rfile.read(int(self.headers["content-length"])))
+            body = json.loads(self.body())
             if self.path == "/tokenize":  # there is a chat template
-                return self.reply(200, (), b"{}")
+                return self.reply(b"{}")
             if "stream" not in body:
-                return self.reply(400, (), json.dumps({"error": {"message": piece}}).encode())
+                return self.reply(json.dumps({"error": {"message": piece}}).encode(), 400)
             asked.append(body["messages"])
             choice = {"pieces": [{"text": piece, "drafted": True}, {"text": piece, "drafted": False}]}
             event = {"model": piece, "choices": [choice], "usage": {"completion_tokens": 1}}
             events = f"data: {json.dumps(event)}\n\n".encode()
             if body["messages"][-1]["content"] != ENDLESS:
-                return self.reply(200, (), events + b"data: [DONE]\n\n")
+                return self.reply(events + b"data: [DONE]\n\n")
             self.send_response(200)
             self.end_headers()
             self.wfile.write(events)
             if not self.rfile.read(1):  # returns when the browser has closed the connection
                 left.set()
 
-        def reply(self, status: int, headers: Any, content: bytes) -> None:
-            self.send_response(status)
-            for name, value in headers:
-                if name != "content-length":
-                    self.send_header(name, value)
-            self.send_header("content-length", str(len(content)))
-            self.end_headers()
-            self.wfile.write(content)
+    with answering(ThreadingHTTPServer(("127.0.0.1", 0), Handler)) as address:
+        yield Hostile(f"{address}/", left, asked)
 
-        def log_message(self, *args: Any) -> None: ...
 
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as running:
-        thread = Thread(target=running.serve_forever)
-        thread.start()
-        try:
-            yield Hostile(f"http://127.0.0.1:{running.server_port}/", left, asked)
-        finally:
-            running.shutdown()
-            thread.join()
+def test_an_answer_that_does_not_end_is_stopped_and_leaves_nothing(browser: Browser) -> None:
+    with hostile("a") as server:
+        page = browser.open(server.address)
+        for button in ("stop", "clear"):
+            server.left.clear()
+            fill(page, prompt=ENDLESS)
+            submit(page, "ask")
+            page.wait("document.querySelector('.assistant')?.textContent === 'aa'")
+            page.run(f"document.getElementById('{button}').click()")
+            assert server.left.wait(60)
+            page.wait("document.getElementById('stop').hidden")
+            if button == "stop":
+                assert ask(page, "the server still answers") == "aa"
+                page.run("document.getElementById('clear').click()")
+        assert ask(page, "hello") == "aa" and server.asked[-1] == [{"role": "user", "content": "hello"}]
+        assert ask(page, "again") == "aa" and [each["content"] for each in server.asked[-1]] == ["hello", "aa", "again"]
 
 
 def test_no_text_becomes_markup_or_code(browser: Browser) -> None:
+    """And even if one became markup, the policy lets no script or style of it count."""
     with hostile(HOSTILE) as server:
         page = browser.open(server.address)
         page.wait("document.getElementById('model').textContent")
@@ -224,12 +200,6 @@ def test_no_text_becomes_markup_or_code(browser: Browser) -> None:
         assert texts == [HOSTILE] * 3
         assert page.run("document.getElementById('injected') === null && typeof hacked") == "undefined"
         assert not [url for url in page.requested() if url.endswith("/x")]
-
-
-def test_the_policy_forbids_code_that_got_into_the_page(browser: Browser) -> None:
-    """Even if a text became markup, no script or style of it would count."""
-    with hostile("a") as server:
-        page = browser.open(server.address)
         page.run(f"document.body.insertAdjacentHTML('beforeend', {json.dumps(HOSTILE)})")
         page.run("document.body.append(Object.assign(document.createElement('script'), {textContent: 'hacked = 1'}))")
         page.wait("document.getElementById('injected')")

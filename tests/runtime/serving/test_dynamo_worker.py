@@ -96,38 +96,40 @@ def test_chunks_are_the_rounds_of_the_llm(worker: Any, tiny_bundle: Path) -> Non
         assert not any("finish_reason" in chunk for chunk in chunks[:-1])
 
 
-def test_an_aborted_request_ends_and_frees_the_engine(worker: Any, tiny_bundle: Path) -> None:
-    async def last_chunk() -> dict[str, Any]:
+@pytest.mark.parametrize(("tokens", "aborted", "reason"), [(500, True, "cancelled"), (40, False, "length")])
+def test_an_aborted_request_ends_and_cleanup_finishes_what_was_accepted(
+    worker: Any, tiny_bundle: Path, tokens: int, aborted: bool, reason: str
+) -> None:
+    async def last() -> dict[str, Any]:
         engine = await started(worker, tiny_bundle)
-        request = {"token_ids": [1, 5], "stop_conditions": {"max_tokens": 500, "ignore_eos": True}}
-        chunks = []
-        async for chunk in engine.generate(request, Context()):
-            chunks.append(chunk)
+        request = {"token_ids": [1, 5], "stop_conditions": {"max_tokens": tokens, "ignore_eos": True}}
+        stream = engine.generate(request, Context())
+        chunks = [await anext(stream)]
+        if aborted:
             await engine.abort(Context())
-        await engine.cleanup()
-        assert len(chunks) < 500
+        ending = asyncio.create_task(engine.cleanup())
+        chunks += [chunk async for chunk in stream]
+        await ending
+        assert (sum(len(chunk["token_ids"]) for chunk in chunks) == tokens) != aborted
         return dict(chunks[-1])
 
-    assert asyncio.run(last_chunk())["finish_reason"] == "cancelled"
+    assert asyncio.run(last())["finish_reason"] == reason
 
 
 def test_errors_say_whose_fault_they_are(worker: Any, tiny_bundle: Path) -> None:
-    async def fails(expected: str, request: dict[str, Any], engine: Any) -> str:
-        with pytest.raises(getattr(sys.modules["dynamo.llm.exceptions"], expected)) as raised:
-            async for _ in engine.generate(request, Context()):
-                pass
-        return str(raised.value)
-
     async def refuses() -> None:
         engine = await started(worker, tiny_bundle)
-        assert "best_of" in await fails(
-            "InvalidArgument", {"token_ids": [1], "sampling_options": {"best_of": 2}}, engine
-        )
-        assert "--max-length" in await fails("InvalidArgument", {"token_ids": [1] * 5000}, engine)
         assert os.environ["DYN_ENGINE_REQUEST_LIMIT"] == "66"
         assert (await engine.health_check_payload())["token_ids"] == engine._engine.llm.tokenizer.encode("")
-        await engine._engine.drain()
-        assert "stopping" in await fails("EngineShutdown", {"token_ids": [1]}, engine)
+        for error, named, request in (
+            ("InvalidArgument", "best_of", {"token_ids": [1], "sampling_options": {"best_of": 2}}),
+            ("InvalidArgument", "--max-length", {"token_ids": [1] * 5000}),
+            ("EngineShutdown", "stopping", {"token_ids": [1]}),
+        ):
+            if error == "EngineShutdown":
+                await engine._engine.drain()
+            with pytest.raises(getattr(sys.modules["dynamo.llm.exceptions"], error), match=named):
+                await anext(engine.generate(request, Context()))
         await engine.cleanup()
 
     asyncio.run(refuses())
@@ -138,21 +140,6 @@ def test_health_is_checked_with_a_token_where_nothing_begins_a_text(worker: Any)
     tokenizer = SimpleNamespace(encode=lambda text: list(text.encode()))
     engine._engine = SimpleNamespace(llm=SimpleNamespace(tokenizer=tokenizer))
     assert asyncio.run(engine.health_check_payload()) == {"token_ids": [ord("a")]}
-
-
-def test_cleanup_finishes_what_was_accepted(worker: Any, tiny_bundle: Path) -> None:
-    async def last() -> str:
-        engine = await started(worker, tiny_bundle)
-        request = {"token_ids": [1, 5], "stop_conditions": {"max_tokens": 40, "ignore_eos": True}}
-        chunks = engine.generate(request, Context())
-        first = await anext(chunks)
-        ending = asyncio.create_task(engine.cleanup())
-        rest = [chunk async for chunk in chunks]
-        await ending
-        assert sum(len(chunk["token_ids"]) for chunk in [first, *rest]) == 40
-        return str(rest[-1]["finish_reason"])
-
-    assert asyncio.run(last()) == "length"
 
 
 def test_settings_are_taken_or_refused(worker: Any) -> None:

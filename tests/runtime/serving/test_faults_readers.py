@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
+from functools import partial
 from http.client import HTTPResponse
 from pathlib import Path
 from typing import Any, TypeVar
@@ -43,8 +44,15 @@ def llm(tiny_bundle: Path) -> Iterator[LLM]:
         yield llm
 
 
+def openai_api(async_llm: AsyncLLM, **limits: Any) -> ASGIApp:
+    return create_app(async_llm, "m", Limits(10_000, 100, **limits))
+
+
 def against(
-    app: Callable[[AsyncLLM], ASGIApp], llm: LLM, client: Callable[[socket.socket, AsyncLLM], T], unread_seconds: float
+    llm: LLM,
+    client: Callable[[socket.socket, AsyncLLM], T],
+    app: Callable[[AsyncLLM], ASGIApp] = openai_api,
+    unread_seconds: float = 60,
 ) -> T:
     """What `client` returns, in a thread, while this one serves `app`; then comes a SIGTERM."""
     result: Future[T] = Future()
@@ -77,9 +85,9 @@ def asked(listener: socket.socket, body: dict[str, Any]) -> socket.socket:
     return client
 
 
-def url(listener: socket.socket) -> str:
+def post(listener: socket.socket, body: dict[str, Any]) -> Any:
     host, port = listener.getsockname()
-    return f"http://{host}:{port}"
+    return httpx.post(f"http://{host}:{port}/v1/completions", json=body, timeout=120)
 
 
 def test_nobody_waits_for_a_slow_reader_and_it_gets_all_of_its_text(llm: LLM) -> None:
@@ -89,11 +97,7 @@ def test_nobody_waits_for_a_slow_reader_and_it_gets_all_of_its_text(llm: LLM) ->
             wait_for(lambda: async_llm.num_running == 1)
         with slow:
             with ThreadPoolExecutor(4) as threads:
-                request = {**BODY, "max_tokens": 20}
-                answers = [
-                    threads.submit(httpx.post, f"{url(listener)}/v1/completions", json=request, timeout=120)
-                    for _ in range(8)
-                ]
+                answers = [threads.submit(post, listener, {**BODY, "max_tokens": 20}) for _ in range(8)]
                 texts = {answer.result().json()["choices"][0]["text"] for answer in answers}
             assert texts == {llm.generate("hello", SamplingParams(20, temperature=0, ignore_eos=True))[0].text}
             wait_for(lambda: not async_llm.num_running)  # the engine did not wait for it either
@@ -102,11 +106,8 @@ def test_nobody_waits_for_a_slow_reader_and_it_gets_all_of_its_text(llm: LLM) ->
             lines = [line[len(b"data: ") :] for line in response if line.startswith(b"data: {")]
             return "".join(json.loads(line)["choices"][0]["text"] for line in lines)
 
-    def app(async_llm: AsyncLLM) -> ASGIApp:
-        return create_app(async_llm, "m", Limits(10_000, 100))
-
     expected = llm.generate("hello", SamplingParams(900, temperature=0, ignore_eos=True))[0].text
-    assert against(app, llm, visit, unread_seconds=60) == expected
+    assert against(llm, visit) == expected
 
 
 def test_a_connection_that_says_nothing_is_closed_and_a_long_answer_is_not(
@@ -119,11 +120,7 @@ def test_a_connection_that_says_nothing_is_closed_and_a_long_answer_is_not(
         def complete() -> int:
             while True:
                 with suppress(httpx.TransportError):  # this thread was too slow to ask: then no request was aborted
-                    answer = httpx.post(
-                        f"{url(listener)}/v1/completions", json={**BODY, "max_tokens": 900}, timeout=120
-                    )
-                    tokens: int = answer.json()["usage"]["completion_tokens"]
-                    return tokens
+                    return int(post(listener, {**BODY, "max_tokens": 900}).json()["usage"]["completion_tokens"])
 
         with ThreadPoolExecutor(1) as threads, held(llm.target):  # the answer takes longer than all that follows
             answer = threads.submit(complete)
@@ -134,12 +131,9 @@ def test_a_connection_that_says_nothing_is_closed_and_a_long_answer_is_not(
         assert 'finish_reason="abort"' not in async_llm.to_prometheus()
         return answer.result()
 
-    def app(async_llm: AsyncLLM) -> ASGIApp:
-        return create_app(async_llm, "m", Limits(10_000, 100))
-
     monkeypatch.setattr(connections, "HEAD_SECONDS", 0.1)
     monkeypatch.setattr(connections, "KEPT_SECONDS", 0.1)
-    assert against(app, llm, visit, unread_seconds=60) == 900
+    assert against(llm, visit) == 900
 
 
 def heard(listener: socket.socket, requests: int, said: bytes) -> int:
@@ -168,16 +162,10 @@ def test_answers_that_nobody_reads_take_bounded_memory(llm: LLM) -> None:
             with suppress(ConnectionError):
                 while part := slow.recv(1 << 16):
                     read += part
-        large, small = (
-            httpx.post(f"{url(listener)}/v1/completions", json={**many, "max_tokens": tokens}, timeout=120).json()
-            for tokens in (400, 20)
-        )
+        large, small = (post(listener, {**many, "max_tokens": tokens}).json() for tokens in (400, 20))
         return read, large, small
 
-    def app(async_llm: AsyncLLM) -> ASGIApp:
-        return create_app(async_llm, "m", Limits(10_000, 100, answer_bytes=100_000))
-
-    read, large, small = against(app, llm, visit, unread_seconds=60)
+    read, large, small = against(llm, visit, partial(openai_api, answer_bytes=100_000))
     assert b"200 OK" in read and b"[DONE]" not in read
     assert large["error"]["code"] == "out_of_memory"
     assert small["usage"]["completion_tokens"] == 20
@@ -220,16 +208,12 @@ def test_the_place_of_a_client_that_reads_nothing_comes_back(llm: LLM) -> None:
     seen = threading.Event()
 
     def visit(listener: socket.socket, async_llm: AsyncLLM) -> None:
-        def status() -> int:
-            code: int = httpx.post(f"{url(listener)}/v1/x", json={}, timeout=120).status_code
-            return code
-
         with asked(listener, {"prompt": "much"}):
-            wait_for(lambda: status() == 429)
+            wait_for(lambda: post(listener, {}).status_code == 429)
             seen.set()
-            wait_for(lambda: status() == 200)
+            wait_for(lambda: post(listener, {}).status_code == 200)
 
-    against(endless(seen), llm, visit, unread_seconds=0.5)
+    against(llm, visit, endless(seen), unread_seconds=0.5)
 
 
 def test_the_end_of_the_server_does_not_wait_for_one_that_reads_nothing(
@@ -245,6 +229,6 @@ def test_the_end_of_the_server_does_not_wait_for_one_that_reads_nothing(
         return client
 
     monkeypatch.setattr(http_server, "FLUSH_SECONDS", 0.5)
-    against(endless(seen), llm, visit, unread_seconds=600).close()
+    against(llm, visit, endless(seen), unread_seconds=600).close()
     assert 0.5 <= time.monotonic() - stopped[0] < 300
     assert capfd.readouterr().err == ""

@@ -1,11 +1,9 @@
-"""Writing answers: what it costs does not grow faster than the answer, and the event loop goes on meanwhile. It does
-not wait for the errors of long bodies."""
+"""Writing answers: what it costs does not grow faster than the answer, nor with the errors of long bodies."""
 
 from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator
 from typing import Any, cast
 
 import pytest
@@ -22,7 +20,7 @@ from draftwood.runtime.sampling.params import SamplingParams
 from draftwood.runtime.serving.http.errors import invalid
 from draftwood.runtime.serving.json_text import AT_A_TIME, pieces
 from draftwood.runtime.serving.openai.answers import MOST_LOGPROBS, Answer, check_log_probabilities
-from draftwood.runtime.serving.openai.api import Asked, OpenAIApi, collected
+from draftwood.runtime.serving.openai.api import Asked, OpenAIApi
 from draftwood.runtime.serving.openai.bodies import MAX_PARTS, MAX_PROMPTS, ChatBody, CompletionBody, TokenizeBody
 from draftwood.runtime.serving.openai.formats import AnswerFormat, ChatFormat, CompletionFormat
 from draftwood.runtime.serving.openai.streams import Numbered
@@ -83,49 +81,6 @@ def test_lengths_of_a_long_text_are_added_up_once() -> None:
         asked.append(CountedText.asked)
         assert written["logprobs"]["text_offset"] == list(range(2 * rounds)) and written["text"] == "x" * 2 * rounds
     assert asked[1] <= 4 * asked[0] + 10
-
-
-@pytest.mark.parametrize("shape", SHAPES)
-def test_the_event_loop_turns_while_a_large_answer_is_written(shape: AnswerFormat) -> None:
-    answer, chunks = answer_of(shape, 8, 200, alternatives=20)
-    turns = 0
-
-    async def arriving() -> AsyncGenerator[Numbered, None]:
-        for item in chunks:
-            yield item
-
-    async def turning() -> None:
-        nonlocal turns
-        while True:
-            turns += 1
-            await asyncio.sleep(0)
-
-    async def written() -> Any:
-        other = asyncio.create_task(turning())
-        try:
-            return await collected(answer, arriving())
-        finally:
-            other.cancel()
-
-    content = json.loads(bytes(asyncio.run(written()).body))
-    assert len(content["choices"]) == 8 and turns > 10
-
-
-@pytest.mark.parametrize("shape", SHAPES)
-def test_a_stream_holds_what_the_whole_answer_does(shape: AnswerFormat) -> None:
-    whole, chunks = answer_of(shape, 2, 40)
-    streamed, _ = answer_of(shape, 2, 40)
-    parts: list[Any] = []
-    for item in chunks:
-        whole.note(*item)
-        added = streamed.add(*item)
-        assert added is not None
-        parts += json.loads("".join(pieces(added)))["choices"]
-    for choice in json.loads(bytes(whole.whole().body))["choices"]:
-        mine = [part["logprobs"] for part in parts if part["index"] == choice["index"]]
-        for name, items in choice["logprobs"].items():
-            assert items is None or [item for part in mine for item in part[name]] == items
-    assert streamed.usage() == json.loads(bytes(whole.whole().body))["usage"]
 
 
 MANY = 5000
@@ -213,20 +168,6 @@ def test_choices_are_queued_in_turns_and_all_or_none(places: int) -> None:
 
     turns, refused = asyncio.run(submit())
     assert turns > len(queued) and refused == (places < 5) and all(stream.ended == refused for stream in queued)
-
-
-@pytest.mark.parametrize("shape", SHAPES)
-def test_an_echo_has_the_log_probabilities_of_a_prompt_that_it_is(shape: AnswerFormat) -> None:
-    """In a chat it is the last message, and the prompt is the whole conversation in the template's words."""
-    first = chunk([8, 9], 1, "length")._replace(prompt_logprobs=[None, TokenLogprob(5, -2.0, {})])
-    answer = Answer(shape, TEXTS, "m", [[4, 5]], ["x"], 0)
-    answer.note(0, first)
-    (choice,) = json.loads(bytes(answer.whole().body))["choices"]
-    if shape.has_prompts:
-        assert choice["text"] == "xxx" and choice["logprobs"]["tokens"] == list("efij")
-        return
-    assert choice["message"]["content"] == "xxx"
-    assert [each["token"] for each in choice["logprobs"]["content"]] == list("ij")
 
 
 def test_usage_is_that_of_the_chunks_so_far() -> None:

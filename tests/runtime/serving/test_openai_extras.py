@@ -1,17 +1,21 @@
-"""What people used to other servers try besides completions: tokens, names of requests, web pages, curl."""
+"""What a server has besides completions: tokens, names of requests, its own and others' web pages, explanations."""
 
 from __future__ import annotations
 
+import base64
 import json
+import re
 import shutil
 import subprocess
 from collections.abc import Iterator
+from hashlib import sha256
+from html import unescape
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import pytest
-from serving import Served, served
+from serving import Served, events_of, served
 
 from draftwood.runtime import LLM
 
@@ -20,14 +24,15 @@ httpx = pytest.importorskip("httpx", reason="needs httpx")
 
 PAGE = "http://localhost:3000"
 ASKED = {"prompt": "hello", "max_tokens": 12, "temperature": 0, "ignore_eos": True}
+WRITTEN = ASKED | {"max_tokens": 24, "temperature": 1, "seed": 5}
 MESSAGES = [{"role": "user", "content": "hello"}]
 KEY = {"authorization": "bearer secret"}  # the scheme's name has no case
 
 
 @pytest.fixture(scope="module")
 def server(chat_bundle: Path) -> Iterator[Served]:
-    """With a key, for a web page, and small bodies."""
-    limits = ("--api-key", "secret", "--allowed-origins", PAGE, "--max-body-bytes", "50000")
+    """With a key, for a web page, small bodies, and no pages of its own."""
+    limits = ("--api-key", "secret", "--allowed-origins", PAGE, "--max-body-bytes", "50000", "--no-ui")
     with served(chat_bundle, "--speculative", "budget=fixed", *limits) as running:
         yield running
 
@@ -43,25 +48,16 @@ def test_texts_become_tokens_and_back(client: Any, served_llm: LLM) -> None:
     for special in (True, False):
         tokens = served_llm.tokenizer.encode(text, special)
         answer = client.post("/tokenize", json={"prompt": text, "add_special_tokens": special}).json()
-        assert answer == {
-            "count": len(tokens),
-            "max_model_len": served_llm.bundle.manifest.max_length,
-            "tokens": tokens,
-        }
+        most = served_llm.bundle.manifest.max_length
+        assert answer == {"count": len(tokens), "max_model_len": most, "tokens": tokens}
         back = client.post("/detokenize", json={"model": "tiny", "tokens": tokens}).json()
         assert back == {"prompt": served_llm.tokenizer.decode(tokens, skip_special_tokens=False)}
     texts = client.post("/tokenize", json={"prompt": "hello", "return_token_strs": True}).json()["token_strs"]
     assert "".join(texts) == "<s>hello"
     halves = client.post("/tokenize", json={"prompt": "漢", "return_token_strs": True}).json()["token_strs"]
     assert len(halves) == 4 and "\ufffd" not in "".join(halves)
-    longer = "x" * (served_llm.bundle.manifest.max_length + 1)  # than the model takes, and yet counted
+    longer = "x" * (most + 1)  # than the model takes, and yet counted
     assert client.post("/tokenize", json={"prompt": longer}).json()["count"] == len(served_llm.tokenizer.encode(longer))
-
-
-def test_a_conversation_is_counted_as_it_is_read(client: Any, served_llm: LLM) -> None:
-    chat = client.post("/v1/chat/completions", json={"messages": MESSAGES, "max_tokens": 1}).json()
-    counted = client.post("/tokenize", json={"messages": MESSAGES}).json()
-    assert counted["tokens"] == served_llm.encode_chat(MESSAGES) and counted["count"] == chat["usage"]["prompt_tokens"]
 
 
 def test_tokens_are_guarded_like_completions(server: Served, client: Any) -> None:
@@ -72,11 +68,8 @@ def test_tokens_are_guarded_like_completions(server: Served, client: Any) -> Non
     assert client.post("/detokenize", json={"tokens": [1], "model": "other"}).status_code == 404
 
 
-def test_the_version_is_the_packages(client: Any) -> None:
+def test_a_request_has_a_name_and_the_server_the_packages_version(client: Any) -> None:
     assert client.get("/version").json() == {"version": version("draftwood")}
-
-
-def test_a_request_has_a_name(client: Any) -> None:
     named = client.post("/v1/completions", json=ASKED, headers={"X-Request-Id": "mine"})
     assert named.headers["x-request-id"] == "mine"
     others = [client.get("/v1/models").headers["x-request-id"] for _ in range(2)]
@@ -86,12 +79,15 @@ def test_a_request_has_a_name(client: Any) -> None:
     assert (wrong.status_code, wrong.headers["x-request-id"]) == (401, "mine")
 
 
-def test_a_field_of_the_other_form_that_asks_for_nothing_is_accepted(client: Any) -> None:
+def test_a_conversation_is_counted_as_it_is_read(client: Any, served_llm: LLM) -> None:
+    """A field of the other form that asks for nothing is accepted."""
+    chat = client.post("/v1/chat/completions", json={"messages": MESSAGES, "max_tokens": 1}).json()
+    counted = client.post("/tokenize", json={"messages": MESSAGES}).json()
+    assert counted["tokens"] == served_llm.encode_chat(MESSAGES) and counted["count"] == chat["usage"]["prompt_tokens"]
+    assert client.post("/tokenize", json={"messages": MESSAGES, "add_special_tokens": False}).json() == counted
     defaults = {"add_generation_prompt": True, "continue_final_message": False, "chat_template_kwargs": {}, "tools": []}
     counts = [client.post("/tokenize", json={"prompt": "x", **extra}).json()["count"] for extra in ({}, defaults)]
     assert counts[0] == counts[1]
-    given = {"messages": MESSAGES, "add_special_tokens": False}
-    assert client.post("/tokenize", json=given).json() == client.post("/tokenize", json={"messages": MESSAGES}).json()
 
 
 def test_web_pages_that_are_allowed_may_use_it(client: Any) -> None:
@@ -107,16 +103,19 @@ def test_web_pages_that_are_allowed_may_use_it(client: Any) -> None:
             assert (answer.status_code, answer.headers["access-control-allow-origin"]) == (status, PAGE)
 
 
-def test_no_web_page_may_use_it_by_default(tiny_bundle: Path) -> None:
-    with served(tiny_bundle, "--no-speculation") as running:
-        headers = {"origin": PAGE, "access-control-request-method": "POST"}
-        assert httpx.options(f"{running.url}/completions", headers=headers).status_code == 405
-        assert "access-control-allow-origin" not in httpx.get(f"{running.url}/models", headers=headers).headers
-        # A page may post without asking, but not as JSON.
-        for kind in ({"content-type": "text/plain"}, {}):
-            asked = {"origin": PAGE, **kind}
-            refused = httpx.post(f"{running.url}/completions", content=json.dumps(ASKED), headers=asked)
-            assert refused.status_code == 400, kind
+def test_no_web_page_may_use_it_by_default(http: Any) -> None:
+    headers = {"origin": PAGE, "access-control-request-method": "POST"}
+    assert http.options("/v1/completions", headers=headers).status_code == 405
+    assert "access-control-allow-origin" not in http.get("/v1/models", headers=headers).headers
+    for kind in ({"content-type": "text/plain"}, {}):  # a page may post without asking, but not as JSON
+        refused = http.post("/v1/completions", content=json.dumps(ASKED), headers={"origin": PAGE, **kind})
+        assert refused.status_code == 400, kind
+
+
+def test_its_own_pages_can_be_turned_off(client: Any) -> None:
+    assert [client.get(path).status_code for path in ("/", "/docs")] == [404, 404]
+    assert client.post("/v1/completions/explain", json=ASKED).status_code == 404
+    assert "explain" not in client.get("/openapi.json").text
 
 
 @pytest.mark.skipif(shutil.which("curl") is None, reason="needs curl")
@@ -132,3 +131,61 @@ def test_curl_gets_the_text_whole_and_as_events(server: Served, client: Any) -> 
     assert done == "[DONE]" and len(events) > 1
     assert "".join(json.loads(event)["choices"][0]["text"] for event in events) == text
     assert text == client.post("/v1/completions", json=ASKED).json()["choices"][0]["text"]
+
+
+@pytest.mark.parametrize("path", ["/", "/docs"])
+def test_a_page_loads_nothing_and_allows_only_its_own_script_and_style(http: Any, path: str) -> None:
+    answer = http.get(path)
+    assert answer.status_code == 200 and answer.headers["content-type"] == "text/html; charset=utf-8"
+    policy = dict(part.strip().split(" ", 1) for part in answer.headers["content-security-policy"].split(";"))
+    assert policy["default-src"] == policy["frame-ancestors"] == policy["base-uri"] == "'none'"
+    inline = re.findall(r"<(script|style)[^>]*>(.*?)</\1>", answer.text, re.DOTALL)
+    for kind, content in inline:
+        hashed = base64.b64encode(sha256(content.encode()).digest()).decode()
+        assert f"'sha256-{hashed}'" in policy[f"{kind}-src"]
+    assert "unsafe" not in str(policy) and not re.search(r"(?:src|href)=[\"']?(?:https?:)?//", answer.text)
+    forbidden = r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\(| on\w+=| style="
+    assert not re.search(forbidden, answer.text)
+
+
+def test_the_reference_has_every_route_and_field(http: Any) -> None:
+    document, page = http.get("/openapi.json").json(), unescape(http.get("/docs").text)
+    for path, operations in document["paths"].items():
+        for method in operations:
+            assert f'<h2><b>{method.upper()}</b> <span class="path">{path}</span></h2>' in page
+    for body in ("CompletionBody", "ChatBody", "TokenizeBody"):
+        for field in document["components"]["schemas"][body]["properties"]:
+            assert f"<code>{field}</code>" in page
+    assert "list of integer or list of string" in page and "at most 2^31 - 1" in page and "false or object" in page
+    assert "at most 2^64 - 1" in page and "object of include_usage, continuous_usage_stats, include_pieces" in page
+
+
+def test_pieces_are_the_text_and_tell_who_wrote_it(http: Any) -> None:
+    options = {"include_pieces": True, "include_usage": True}
+    body = WRITTEN | {"prompt": ["hello", "there"], "n": 2, "stream": True, "stream_options": options}
+    events = events_of(http.post("/v1/completions", json=body).text)
+    drafted = 0
+    for choice in (choice for event in events for choice in event["choices"]):
+        assert "".join(piece["text"] for piece in choice["pieces"]) == choice["text"]
+        drafted += sum(piece["drafted"] for piece in choice["pieces"])
+    assert 0 < drafted <= events[-1]["usage"]["completion_tokens_details"]["accepted_prediction_tokens"]
+    plain = body | {"stream_options": {"include_usage": True}}
+    assert '"pieces"' not in http.post("/v1/completions", json=plain).text
+    assert http.post("/v1/completions", json=WRITTEN | {"stream_options": options}).status_code == 400
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_an_explanation_is_of_the_text_with_this_seed(http: Any, path: str) -> None:
+    chat = "chat" in path
+    body: dict[str, Any] = WRITTEN | (
+        {"messages": [{"role": "user", "content": "hello"}], "prompt": None} if chat else {}
+    )
+    (choice,) = http.post(path, json=body | {"logprobs": True if chat else 0}).json()["choices"]
+    logprobs = choice["logprobs"]
+    tokens = [item["token"] for item in logprobs["content"]] if chat else logprobs["tokens"]
+    answer = http.post(f"{path}/explain", json=body)
+    assert answer.status_code == 200 and "script-src 'none'" in answer.headers["content-security-policy"]
+    (shown,) = re.findall(r'<p class="text"><span class="prompt">(.*?)</span>(.*?)</p>', answer.text, re.DOTALL)
+    written = unescape("".join(re.findall(r"<a [^>]*>(.*?)</a>", shown[1], re.DOTALL)))
+    assert "hello" in unescape(shown[0]) and written == "".join(tokens) and len(tokens) == 24
+    assert len(re.findall(r"<details", answer.text)) == len(re.findall(r'<svg class="graph"', answer.text)) > 0

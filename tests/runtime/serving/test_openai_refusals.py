@@ -54,7 +54,7 @@ REFUSED: dict[str, list[tuple[dict[str, Any], str]]] = {
         ({"logit_bias": {"5": 101}}, "logit_bias"),
         ({"logit_bias": {"5": 100, "05": -100}}, "token 5 is given twice: send it once"),
         ({"skip_special_tokens": 0}, "skip_special_tokens"),
-        ({"cache_salt": ""}, "cache_salt"),
+        *(({"cache_salt": salt}, "cache_salt") for salt in ("", "x" * 1025, 5)),
         ({"user": 5}, "user"),
         ({"best_of": 1, "n": 2}, "best_of must be at least n"),
         ({"best_of": 2, "stream": True}, "best_of cannot be streamed"),
@@ -186,15 +186,10 @@ RAW: list[tuple[bytes, str]] = [
     (b"", "JSON object"),
     (b"{", "not valid JSON"),
     (b"[]", "JSON object"),
-    (b"\xff\xfe", ""),
-    (b"[" * 15000, ""),
     (b'{"model": "tiny"}', "prompt"),
     (b'{"prompt": "x", "max_tokens": NaN}', "max_tokens"),
     (b'{"prompt": "x", "temperature": Infinity}', "temperature"),
-    (b'{"prompt": "x", "seed": 1' + b"0" * 5000 + b"}", ""),
-    (b'{"prompt": "\\ud800"}', "surrogate"),
     (b'{"model": "\\ud800", "prompt": "x"}', "surrogate"),
-    (b'{"prompt": "x", "\\ud800": 1}', ""),
 ]
 
 
@@ -215,11 +210,11 @@ def test_a_wrong_address_says_what_there_is_and_a_wrong_method_which_one(http: A
 
 def test_what_a_bundle_lacks_is_named(tiny_bundle: Path, tmp_path: Path) -> None:
     with served(tiny_bundle, "--served-model-name", "plain", "--no-speculation") as running:
-        chat = httpx.post(f"{running.url}/chat/completions", json={"messages": [USER]})
+        chat = httpx.post(f"{running.url}/chat/completions", json={"messages": [USER]}, timeout=60)
         assert "no chat template" in message_of(chat)
-        drafted = httpx.post(f"{running.url}/completions", json={"prompt": "x", "speculative": {}})
+        drafted = httpx.post(f"{running.url}/completions", json={"prompt": "x", "speculative": {}}, timeout=60)
         assert "without its draft" in message_of(drafted)
     shouting = "{% for m in messages %}{{ m.content | upper }}{% endfor %}"
     with served(with_chat_template(tiny_bundle, tmp_path, shouting), "--no-speculation") as running:
-        answer = httpx.post(f"{running.url}/chat/completions", json={"messages": [USER], **CONTINUED})
+        answer = httpx.post(f"{running.url}/chat/completions", json={"messages": [USER], **CONTINUED}, timeout=60)
         assert "does not write the last message" in message_of(answer)

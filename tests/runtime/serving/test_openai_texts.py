@@ -2,45 +2,33 @@
 
 from __future__ import annotations
 
-import json
+import random
 import re
 from codecs import getincrementaldecoder
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
 import pytest
-from serving import Served
+from serving import Served, events_of, wait_for
 
 from draftwood.runtime import LLM, RequestOutput, SamplingParams, SpeculativeConfig
 
+httpx = pytest.importorskip("httpx", reason="needs httpx")
 openai = pytest.importorskip("openai", reason="needs the openai package")
 
 EXTRA = {"ignore_eos": True}
 USER: dict[str, Any] = {"role": "user", "content": "hello"}
 MESSAGES: list[Any] = [{"role": "system", "content": "be kind"}, USER]
 GREEDY = SamplingParams(max_tokens=24, temperature=0, ignore_eos=True)
+LONG = {"model": "tiny", "prompt": "hello", "max_tokens": 900, **EXTRA}
 Complete = Callable[..., dict[str, Any]]
 
 
 def text_of(answer: dict[str, Any]) -> str:
     choice = answer["choices"][0]
     return str(choice["text"] if "text" in choice else choice["message"]["content"])
-
-
-def check_accounts(answer: Any, results: list[RequestOutput]) -> None:
-    """Usage and metrics are those of the results; aiperf refuses metrics that do not add up."""
-    assert answer.usage.prompt_tokens == len(results[0].prompt_token_ids)
-    assert answer.usage.completion_tokens == sum(len(result.token_ids) for result in results)
-    metrics = answer.metrics["speculative_decoding"]
-    histogram = metrics["acceptance_histogram"]
-    assert len(histogram) == metrics["num_spec_tokens"] + 1
-    assert sum(histogram) == metrics["num_spec_steps"] == sum(result.stats.num_drafts for result in results)
-    assert sum(j * rounds for j, rounds in enumerate(histogram)) == metrics["num_accepted_draft_tokens"]
-    assert metrics["num_accepted_draft_tokens"] == sum(result.stats.num_accepted_tokens for result in results)
-    assert metrics["num_accepted_draft_tokens"] <= metrics["num_draft_tokens"] > 0
-    predicted = answer.usage.completion_tokens_details
-    assert predicted.accepted_prediction_tokens == metrics["num_accepted_draft_tokens"]
-    assert predicted.accepted_prediction_tokens + predicted.rejected_prediction_tokens == metrics["num_draft_tokens"]
 
 
 def test_models_are_listed_and_the_model_may_be_left_out(client: Any, http: Any, complete: Complete) -> None:
@@ -51,18 +39,84 @@ def test_models_are_listed_and_the_model_may_be_left_out(client: Any, http: Any,
     assert complete()["choices"] == complete(model="tiny")["choices"]
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
-def test_choices_are_what_the_llm_writes_with_one_seed_after_the_other(
-    client: Any, served_llm: LLM, temperature: float
-) -> None:
-    answer = client.completions.create(
-        model="tiny", prompt=[[1, 5, 9]], max_tokens=30, temperature=temperature, seed=7, n=2, extra_body=EXTRA
-    )
-    params = [SamplingParams(max_tokens=30, temperature=temperature, seed=7 + i, ignore_eos=True) for i in range(2)]
-    results = [served_llm.generate([1, 5, 9], each)[0] for each in params]
-    assert [choice.text for choice in answer.choices] == [result.text for result in results]
-    assert {choice.finish_reason for choice in answer.choices} == {"length"}
-    check_accounts(answer, results)
+def some_request(number: int) -> dict[str, Any]:
+    """A request with settings of its own: SamplingParams' names, and the same text every time."""
+    draw = random.Random(number)
+    settings: dict[str, Any] = {"max_tokens": draw.randint(1, 40), "seed": number}
+    settings["temperature"] = draw.choice([0.0, 0.7, 1.0])
+    settings["top_k"] = 4  # with all candidates, one draw in ten thousand falls upon a rounding edge
+    for name, values in (
+        ("top_p", [0.5, 0.9]),
+        ("min_p", [0.05]),
+        ("repetition_penalty", [1.2]),
+        ("presence_penalty", [0.5]),
+        ("frequency_penalty", [-0.5]),
+        ("min_tokens", [1, settings["max_tokens"]]),
+        ("stop", ["e", ["a", "zz"]]),
+        ("ignore_eos", [True]),
+        ("stop_token_ids", [(40, 41)]),
+        ("bad_words", [("e", " t")]),
+        ("allowed_token_ids", [tuple(range(30, 200))]),
+        ("logit_bias", [{70: 3.0, 71: -100.0}]),
+    ):
+        if draw.random() < 0.4:
+            settings[name] = draw.choice(values)
+    return settings
+
+
+def check_accounts(answer: dict[str, Any], results: list[RequestOutput]) -> None:
+    """Usage and metrics are those of the results; aiperf refuses metrics that do not add up."""
+    usage, metrics = answer["usage"], answer["metrics"]["speculative_decoding"]
+    assert usage["prompt_tokens"] == len(results[0].prompt_token_ids)
+    assert usage["completion_tokens"] == sum(len(result.token_ids) for result in results)
+    histogram, accepted = metrics["acceptance_histogram"], metrics["num_accepted_draft_tokens"]
+    assert len(histogram) == metrics["num_spec_tokens"] + 1
+    assert sum(histogram) == metrics["num_spec_steps"] == sum(result.stats.num_drafts for result in results)
+    assert sum(j * rounds for j, rounds in enumerate(histogram)) == accepted <= metrics["num_draft_tokens"]
+    assert accepted == sum(result.stats.num_accepted_tokens for result in results)
+    if all(result.finish_reason == "length" for result in results):  # a stop cuts tokens that were accepted
+        details = usage["completion_tokens_details"]
+        assert details["accepted_prediction_tokens"] == accepted
+        assert accepted + details["rejected_prediction_tokens"] == metrics["num_draft_tokens"]
+
+
+def test_a_crowd_gets_what_each_would_get_alone(api: Served, served_llm: LLM) -> None:
+    """Eight clients at a time, each with requests of every kind, some taken back, some refused. Each setting reaches
+    the sampler, choice i is drawn with seed + i, and greedy texts are the same however tokens are proposed."""
+    hows: list[dict[str, Any]] = [{}, {"speculative": False}, {"speculative": {"grow": "dyspec"}}]
+    hows.append({"speculative": {"grow": "topk", "merge": "gsd"}})
+
+    def visit(number: int) -> list[tuple[list[str], dict[str, Any]]]:
+        answers = []
+        with httpx.Client(base_url=api.url, timeout=120) as client:
+            with client.stream("POST", "/completions", json={**LONG, "stream": True}) as cancelled:
+                next(cancelled.iter_lines())
+            refused = client.post("/completions", json={"prompt": "x", "max_tokens": 1, "min_tokens": 2})
+            assert refused.status_code == 400 and "min_tokens" in refused.text
+            for index, (n, stream) in enumerate(((1, True), (2, False), (2, True))):
+                body = {**some_request(number + index), "prompt": f"prompt {number}", "n": n, "stream": stream}
+                body |= {"stream_options": {"include_usage": True}} if stream else {}
+                body |= hows[number // 3 % 4] if body["temperature"] == 0 else {}
+                answer = client.post("/completions", json=body)
+                chunks = events_of(answer.text) if stream else [answer.json()]
+                texts = [""] * n
+                for choice in (choice for chunk in chunks for choice in chunk["choices"]):
+                    texts[choice["index"]] += choice["text"]
+                answers.append((texts, {} if "speculative" in body else chunks[-1]))
+        return answers
+
+    numbers = range(0, 48, 3)
+    with ThreadPoolExecutor(8) as threads:
+        visits = list(threads.map(visit, numbers))
+    for number, answers in zip(numbers, visits, strict=True):
+        for index, (texts, last) in enumerate(answers):
+            params = SamplingParams(**some_request(number + index))
+            choices = [replace(params, seed=number + index + choice) for choice in range(len(texts))]
+            expected = [served_llm.generate(f"prompt {number}", choice)[0] for choice in choices]
+            assert texts == [result.text for result in expected], params
+            if last:
+                check_accounts(last, expected)
+    wait_for(lambda: api.idle)
 
 
 @pytest.mark.parametrize("chat", [False, True])
@@ -87,8 +141,7 @@ def test_a_stream_may_count_on_every_chunk(http: Any) -> None:
     body = {"prompt": "hello", "max_tokens": 12, "temperature": 0, **EXTRA, "stream": True}
 
     def chunks(**options: bool) -> list[Any]:
-        lines = http.post("/v1/completions", json={**body, "stream_options": options}).text.splitlines()
-        return [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: {")]
+        return events_of(http.post("/v1/completions", json={**body, "stream_options": options}).text)
 
     counts = [chunk["usage"]["completion_tokens"] for chunk in chunks(include_usage=True, continuous_usage_stats=True)]
     assert counts == sorted(counts) and counts[0] < counts[-2] == counts[-1] == 12
@@ -127,7 +180,9 @@ def test_the_last_message_may_be_continued(complete: Complete, http: Any, served
     assert decoded == f"<user>hello</s>\n<assistant>{text.strip()}"
     expected = served_llm.generate([tokens], GREEDY)[0].text
     for echo in (False, True):
-        assert text_of(complete(messages=messages, echo=echo, **settings)) == (text if echo else "") + expected
+        answer = complete(messages=messages, echo=echo, logprobs=True, **settings)
+        assert text_of(answer) == (text if echo else "") + expected
+        assert len(answer["choices"][0]["logprobs"]["content"]) == answer["usage"]["completion_tokens"] == 24
     own = text_of(complete(messages=[USER], echo=True))
     assert own == text_of(complete(messages=[USER])), "the last message is not the assistant's"
 
@@ -150,29 +205,14 @@ def test_special_tokens_may_be_shown(complete: Complete) -> None:
     assert text_of(complete(include_stop_str_in_output=True, **ended)) == "</s>"
 
 
-@pytest.mark.parametrize("speculative", [None, {"grow": "dyspec"}, {"grow": "topk", "merge": "gsd"}])
-def test_each_setting_reaches_the_sampler(complete: Complete, served_llm: LLM, speculative: Any) -> None:
+def test_each_setting_has_its_effect(complete: Complete, served_llm: LLM) -> None:
     (free,) = served_llm.generate("hello", GREEDY)
-    word, token = free.text[3:6], free.token_ids[5]
-    for changes in (
-        {"bad_words": [word, free.text[0]]},
-        {"allowed_token_ids": sorted(range(40, 90))},
-        {"logit_bias": {str(token): -100.0, "70": 3}},
-        {"bad_words": [word], "allowed_token_ids": list(range(30, 200)), "logit_bias": {"71": 2.5}, "seed": 3},
-        {"presence_penalty": 0.5, "frequency_penalty": 0.5, "repetition_penalty": 1.3},
-    ):
-        values: dict[str, Any] = {"max_tokens": 24, "temperature": 0, "ignore_eos": True, **changes}
-        if "logit_bias" in values:
-            values["logit_bias"] = {int(name): bias for name, bias in values["logit_bias"].items()}
-        (expected,) = served_llm.generate("hello", SamplingParams(**values))
-        assert text_of(complete(speculative=speculative, **changes)) == expected.text != free.text
-        assert word not in expected.text or "bad_words" not in changes
-    drawn: dict[str, Any] = {
-        "max_tokens": 20, "temperature": 0.9, "seed": 1, "top_p": 0.9, "top_k": 4, "min_p": 0.01, "min_tokens": 8,
-        "stop_token_ids": [40, 41], "ignore_eos": False,
-    }  # fmt: skip
-    (expected,) = served_llm.generate("hello", SamplingParams(**drawn), speculative="own" if speculative else None)
-    assert text_of(complete(**drawn, **({} if speculative else {"speculative": None}))) == expected.text
+    penalties = {"presence_penalty": 0.5, "frequency_penalty": 0.5, "repetition_penalty": 1.3}
+    changes: list[dict[str, Any]] = [{"bad_words": (free.text[3:6], free.text[0])}, penalties]
+    changes += [{"allowed_token_ids": tuple(range(40, 90))}, {"logit_bias": {free.token_ids[5]: -100.0, 70: 3.0}}]
+    for each in changes:
+        (expected,) = served_llm.generate("hello", replace(GREEDY, **each))
+        assert text_of(complete(**each)) == expected.text != free.text
 
 
 def test_speculation_can_be_chosen_per_request(complete: Complete) -> None:
@@ -225,28 +265,6 @@ def test_logprobs_have_the_shape_of_each_api(client: Any, served_llm: LLM) -> No
     assert [item.logprob for item in parts] == pytest.approx([item.logprob for item in whole], abs=1e-4)
     assert all(len(item.top_logprobs) == 3 for item in whole)
     assert b"".join(bytes(item.bytes) for item in whole).decode(errors="replace") == choice.message.content
-
-
-NOTHING: dict[str, dict[str, Any]] = {
-    "vllm": {
-        "add_generation_prompt": True, "continue_final_message": False, "include_stop_str_in_output": False,
-        "length_penalty": 1.0, "early_stopping": False, "priority": 0, "repetition_penalty": 1.0, "bad_words": [],
-        "return_token_ids": False, "skip_special_tokens": True, "spaces_between_special_tokens": True, "top_k": -1,
-        "chat_template_kwargs": {}, "min_p": 0.0, "request_id": "mine", "include_reasoning": True, "min_tokens": 0,
-    },
-    "llama.cpp": {"cache_prompt": True, "mirostat": 0, "typical_p": 1.0, "repeat_penalty": 1.0, "seed": -1},
-    "openai": {
-        "prediction": {"type": "content", "content": "hello"}, "verbosity": "medium", "service_tier": "auto",
-        "prompt_cache_retention": "24h", "prompt_cache_key": "k", "safety_identifier": "me", "user": "me",
-        "tools": [], "response_format": {"type": "text"}, "store": False, "metadata": {"a": "b"},
-    },
-    "null": dict.fromkeys(("temperature", "stop", "logit_bias", "top_p", "seed", "unheard_of")) | {"temperature": 0},
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", NOTHING)
-def test_what_asks_for_nothing_changes_nothing(complete: Complete, name: str) -> None:
-    assert complete(**NOTHING[name])["choices"] == complete()["choices"]
 
 
 def test_accepted_tokens_are_counted_by_their_position(api: Served, http: Any, complete: Complete) -> None:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
-from contextlib import ExitStack
+from functools import partial
 from html import unescape
 from pathlib import Path
 from typing import Any, Literal
@@ -34,8 +34,10 @@ TEMPLATES = {
 }
 
 
-KINDS = ["hermes", "llama", *(pytest.param(kind, marks=pytest.mark.full) for kind in ("unknown", "plain"))]
-HERMES = pytest.mark.parametrize("kind", ["hermes"])
+OF_KINDS = partial(pytest.mark.parametrize, "kind", scope="module")
+HERMES, BOTH = OF_KINDS(["hermes"]), OF_KINDS(["hermes", "llama"])
+EVERY = OF_KINDS(["hermes", "llama", *(pytest.param(kind, marks=pytest.mark.full) for kind in ("unknown", "plain"))])
+FIXED = ("--speculative", "budget=fixed")
 
 
 class Weather(BaseModel):
@@ -63,32 +65,16 @@ def arguments_of(call: Any) -> BaseModel:
     return model.model_validate_json(call.function.arguments)
 
 
-class Running(dict[str, tuple[Served, Any]]):
-    """A server of each kind of template, and its client; each starts when it is asked for."""
-
-    def __init__(self, stack: ExitStack, bundle: Path, folder: Path) -> None:
-        super().__init__()
-        self._stack, self._bundle, self._folder = stack, bundle, folder
-
-    def __missing__(self, kind: str) -> tuple[Served, Any]:
-        (self._folder / kind).mkdir()
-        bundle = with_chat_template(self._bundle, self._folder / kind, TEMPLATES[kind])
-        server = self._stack.enter_context(served(bundle, "--speculative", "budget=fixed"))
-        client = openai.OpenAI(base_url=server.url, api_key="none", max_retries=0, timeout=60)
-        self._stack.callback(client.close)
-        self[kind] = (server, client)
-        return self[kind]
-
-
 @pytest.fixture(scope="module")
-def running(tiny_bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    with ExitStack() as stack:
-        yield Running(stack, tiny_bundle, tmp_path_factory.mktemp("tools"))
+def server(tiny_bundle: Path, tmp_path_factory: pytest.TempPathFactory, kind: str) -> Iterator[Served]:
+    with served(with_chat_template(tiny_bundle, tmp_path_factory.mktemp("tools"), TEMPLATES[kind]), *FIXED) as running:
+        yield running
 
 
 @pytest.fixture
-def client(running: Running, kind: str) -> Any:
-    return running[kind][1]
+def client(server: Served) -> Iterator[Any]:
+    with openai.OpenAI(base_url=server.url, api_key="none", max_retries=0, timeout=60) as client:
+        yield client
 
 
 def tools_of(kind: str) -> list[Any]:
@@ -101,7 +87,7 @@ def ask(client: Any, messages: list[dict[str, Any]] | None = None, **more: Any) 
     return client.chat.completions.create(model="tiny", messages=messages or [USER], **options)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@EVERY
 @pytest.mark.parametrize("speculative", [False, {"grow": "dyspec"}, {"grow": "topk", "merge": "gsd"}])
 def test_a_required_call_follows_a_schema(client: Any, kind: str, speculative: Any) -> None:
     options: dict[str, Any] = {"tools": tools_of(kind), "tool_choice": "required", "parallel_tool_calls": False}
@@ -110,9 +96,12 @@ def test_a_required_call_follows_a_schema(client: Any, kind: str, speculative: A
     (call,) = choice.message.tool_calls
     assert choice.finish_reason == "tool_calls" and choice.message.content is None
     assert call.type == "function" and call.id.startswith("call_") and arguments_of(call)
+    greedy = [ask(client, temperature=0, extra_body={"speculative": how}, **options) for how in (False, speculative)]
+    calls = [each.choices[0].message.tool_calls[0].function for each in greedy]
+    assert calls[0] == calls[1]
 
 
-@pytest.mark.parametrize("kind", ["hermes", "llama"])
+@BOTH
 def test_a_named_function_is_called_with_exact_numbers(client: Any, kind: str) -> None:
     schema = {"properties": {"id": {"enum": [1098765432109876543]}}, "required": ["id"], "additionalProperties": False}
     tools = [*TOOLS, {"type": "function", "function": {"name": "close", "parameters": schema}}]
@@ -135,7 +124,7 @@ def test_a_tool_that_cannot_be_enforced_is_named_where_it_must_be(client: Any, k
         ask(client, tools=tools, tool_choice="required")
 
 
-@pytest.mark.parametrize("kind", ["hermes", "llama"])
+@BOTH
 def test_a_demanded_call_that_is_cut_leaves_no_markup(client: Any, kind: str) -> None:
     for length in (1, 4, 9, 30):
         for choice in ("required", {"type": "function", "function": {"name": "weather"}}):
@@ -146,20 +135,10 @@ def test_a_demanded_call_that_is_cut_leaves_no_markup(client: Any, kind: str) ->
 
 
 @HERMES
-def test_greedy_calls_are_those_of_plain_decoding(client: Any, kind: str) -> None:
-    texts = set()
-    for speculative in (False, {"grow": "chain"}, {"grow": "dyspec"}, {"grow": "topk", "merge": "gsd"}):
-        answer = ask(client, tool_choice="required", temperature=0, extra_body={"speculative": speculative})
-        calls = answer.choices[0].message.tool_calls
-        texts.add(tuple((call.function.name, call.function.arguments) for call in calls))
-    assert len(texts) == 1
-
-
-@HERMES
-def test_an_explanation_shows_the_call_of_the_answer(running: Running, client: Any, kind: str) -> None:
+def test_an_explanation_shows_the_call_of_the_answer(server: Served, client: Any, kind: str) -> None:
     (call,) = ask(client, tool_choice="required", parallel_tool_calls=False).choices[0].message.tool_calls
     body = {"messages": [USER], "max_tokens": 200, "seed": 3, "tools": TOOLS, "parallel_tool_calls": False}
-    address = f"{running[kind][0].root}/v1/chat/completions/explain"
+    address = f"{server.root}/v1/chat/completions/explain"
     answer = httpx.post(address, json=body | {"tool_choice": "required"}, timeout=60)
     assert answer.status_code == 200
     (shown,) = re.findall(r'<p class="text"><span class="prompt">(.*?)</span>(.*?)</p>', answer.text, re.DOTALL)
@@ -171,7 +150,7 @@ def test_an_explanation_shows_the_call_of_the_answer(running: Running, client: A
     assert refused.status_code == 400 and "unknown" in refused.json()["error"]["message"]
 
 
-@pytest.mark.parametrize("kind", ["hermes", "llama"])
+@BOTH
 def test_a_stream_holds_the_calls_of_the_whole_answer(client: Any, kind: str) -> None:
     options: dict[str, Any] = {"tool_choice": "required", "n": 2, "max_tokens": 150, "logprobs": True}
     whole = ask(client, **options)
@@ -195,28 +174,12 @@ def test_a_stream_holds_the_calls_of_the_whole_answer(client: Any, kind: str) ->
     assert contents == [choice.message.content or "" for choice in whole.choices]
 
 
-@HERMES
-def test_parse_returns_pydantic_arguments(client: Any, kind: str) -> None:
-    answer = client.chat.completions.parse(
-        model="tiny", messages=[USER], tools=TOOLS, tool_choice="required", max_tokens=200, seed=1
-    )
-    calls = answer.choices[0].message.tool_calls
-    assert calls and all(isinstance(call.function.parsed_arguments, (Weather, Place)) for call in calls)
-    with client.chat.completions.stream(
-        model="tiny", messages=[USER], tools=TOOLS, tool_choice="required", max_tokens=200, seed=1
-    ) as stream:
-        final = stream.get_final_completion()
-    assert [call.function.parsed_arguments for call in final.choices[0].message.tool_calls] == [
-        call.function.parsed_arguments for call in calls
-    ]
-
-
-@pytest.mark.parametrize("kind", ["hermes", "llama"])
-def test_the_model_chooses_between_a_call_and_a_form(running: Running, client: Any, kind: str) -> None:
+@BOTH
+def test_the_model_chooses_between_a_call_and_a_form(server: Served, client: Any, kind: str) -> None:
     """In "auto" with a response_format; a bias makes this model choose."""
     form = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"enum": [["a"], "b"]}}}
     opening = {"hermes": "<", "llama": "{"}[kind]
-    tokens = {text: token_id(running[kind][0], text) for text in (opening, "[")}
+    tokens = {text: token_id(server, text) for text in (opening, "[")}
     called = ask(client, tools=LOOSE, response_format=form, logit_bias={tokens[opening]: 100})
     assert called.choices[0].finish_reason in ("tool_calls", "length") and called.choices[0].message.tool_calls
     answered = ask(client, tools=LOOSE, response_format=form, logit_bias={tokens["["]: 100})
@@ -230,7 +193,7 @@ def token_id(server: Served, text: str) -> str:
     return str(token)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@EVERY
 def test_without_a_call_the_answer_is_text(client: Any, kind: str) -> None:
     """What these tools change is the prompt; with "none" not even that."""
     plain = ask(client, tools=openai.NOT_GIVEN, max_tokens=20)
@@ -249,6 +212,9 @@ def test_answers_go_back_as_the_client_returns_them(client: Any, kind: str) -> N
     options: dict[str, Any] = {"model": "tiny", "messages": [USER], "max_tokens": 200, "seed": 1}
     demanded: dict[str, Any] = {"tools": TOOLS[:1], "tool_choice": "required", "parallel_tool_calls": False}
     called = client.chat.completions.parse(**options, **demanded).choices[0].message
+    with client.chat.completions.stream(**options, **demanded) as stream:
+        (final,) = stream.get_final_completion().choices[0].message.tool_calls
+    assert final.function.parsed_arguments == called.tool_calls[0].function.parsed_arguments
     with client.chat.completions.stream(**options, response_format=Weather) as stream:
         answered = stream.get_final_completion().choices[0].message
     assert answered.parsed and called.tool_calls[0].function.parsed_arguments

@@ -2,37 +2,36 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
+import logging
 import sys
-import threading
 from collections.abc import Iterator, Mapping
-from http.server import BaseHTTPRequestHandler, HTTPServer
+from http.server import ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import pytest
+from answering import QuietHandler, answering
 from serving import served, with_chat_template
 
 from draftwood.cli.serve import spans_wanted, tracing
 from draftwood.models.errors import ConfigError
-from draftwood.runtime import LLM, AsyncLLM, SpeculativeConfig
+from draftwood.runtime import LLM, SpeculativeConfig
 
 pytest.importorskip("fastapi", reason="needs the [serve] extra")
 pytest.importorskip("opentelemetry.sdk", reason="needs the [otel] extra")
 httpx = pytest.importorskip("httpx", reason="needs httpx")
+from inside import BODY, COMPLETIONS, post  # noqa: E402
 from opentelemetry.sdk.trace import ReadableSpan, TracerProvider  # noqa: E402 - only where it is installed
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor  # noqa: E402
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter  # noqa: E402
 from opentelemetry.semconv._incubating.attributes import gen_ai_attributes  # noqa: E402
 from opentelemetry.trace import SpanKind  # noqa: E402
 
-from draftwood.runtime.serving.http.guard import Limits  # noqa: E402
-from draftwood.runtime.serving.openai.app import create_app  # noqa: E402
 from draftwood.runtime.serving.openai.tracing import Tracing  # noqa: E402
 
-BODY = {"model": "m", "prompt": "hello", "max_tokens": 8, "temperature": 0, "ignore_eos": True}
 TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
+OF_ALL = {"gen_ai.operation.name": "text_completion", "gen_ai.provider.name": "draftwood", "gen_ai.request.model": "m"}
 SPECULATIVE = "draftwood.speculative_decoding."
 
 
@@ -43,20 +42,13 @@ def llm(tiny_bundle: Path) -> Iterator[LLM]:
 
 
 def traced(
-    llm: LLM, body: Mapping[str, Any], path: str = "/v1/completions", **headers: str
+    llm: LLM, body: Mapping[str, Any], path: str = COMPLETIONS, **headers: str
 ) -> tuple[Any, list[ReadableSpan]]:
     """The answer to a request, and its spans."""
     spans, provider = InMemorySpanExporter(), TracerProvider(shutdown_on_exit=False)
     provider.add_span_processor(SimpleSpanProcessor(spans))
-
-    async def inside() -> Any:
-        with AsyncLLM(llm) as async_llm:
-            app = create_app(async_llm, "m", Limits(10000, 8), trace=lambda app: Tracing(app, "m", provider))
-            transport = httpx.ASGITransport(app, raise_app_exceptions=False)
-            async with httpx.AsyncClient(transport=transport, base_url="http://server", timeout=30) as client:
-                return await client.post(path, json=body, headers=headers)
-
-    return asyncio.run(inside()), list(spans.get_finished_spans())
+    answer = post(llm, body, path, headers, trace=lambda app: Tracing(app, "m", provider))
+    return answer, list(spans.get_finished_spans())
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -77,17 +69,14 @@ def test_a_span_has_the_numbers_of_the_answer(llm: LLM, stream: bool) -> None:
     for name, value in metrics.items():
         assert found.pop(SPECULATIVE + name) == (tuple(value) if isinstance(value, list) else value), name
     usage = content["usage"]
-    assert found == {
-        "gen_ai.operation.name": "text_completion",
-        "gen_ai.provider.name": "draftwood",
-        "gen_ai.request.model": "m",
-        "gen_ai.request.max_tokens": 8,
+    assert found == OF_ALL | {
+        "gen_ai.request.max_tokens": 20,
         "gen_ai.request.temperature": 0.0,
         "gen_ai.request.top_p": 0.9,
         "gen_ai.response.id": content["id"],
         "gen_ai.response.finish_reasons": ("length", "length"),
         "gen_ai.usage.input_tokens": usage["prompt_tokens"],
-        "gen_ai.usage.output_tokens": 16,
+        "gen_ai.usage.output_tokens": 40,
         "gen_ai.usage.cache_read.input_tokens": usage["prompt_tokens_details"]["cached_tokens"],
         "http.response.status_code": 200,
     }
@@ -105,12 +94,7 @@ def test_plain_decoding_has_no_acceptance_and_a_bad_traceparent_begins_a_trace(l
 def test_a_refused_request_is_no_error_of_the_server(llm: LLM) -> None:
     answer, [span] = traced(llm, BODY | {"n": "two"})
     assert answer.status_code == 400 and span.status.is_unset
-    assert dict(span.attributes or {}) == {
-        "gen_ai.operation.name": "text_completion",
-        "gen_ai.provider.name": "draftwood",
-        "gen_ai.request.model": "m",
-        "http.response.status_code": 400,
-    }
+    assert dict(span.attributes or {}) == OF_ALL | {"http.response.status_code": 400}
     _, [span] = traced(llm, {"messages": []}, "/v1/chat/completions")
     assert span.name == "chat m"
     assert traced(llm, {"prompt": "hello"}, "/tokenize")[1] == []
@@ -127,10 +111,11 @@ def test_a_call_of_a_tool_has_the_reason_of_the_answer(tiny_bundle: Path, tmp_pa
     assert dict(span.attributes or {})["gen_ai.response.finish_reasons"] == ("tool_calls",)
 
 
-@pytest.mark.parametrize("passes, stream, status", [(0, False, 500), (6, True, 200)])
-def test_an_engine_that_breaks_is_an_error_without_its_message(
-    llm: LLM, monkeypatch: pytest.MonkeyPatch, passes: int, stream: bool, status: int
+@pytest.mark.parametrize(("stream", "passes"), [(False, 0), (True, 0), (True, 6)])
+def test_what_breaks_is_an_error_without_details(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, stream: bool, passes: int
 ) -> None:
+    """A 500, or the last event of a stream that has begun; and an error of the span."""
     score, left = llm.target.score, iter(range(passes))
 
     def breaking(*arguments: Any) -> Any:
@@ -139,12 +124,17 @@ def test_an_engine_that_breaks_is_an_error_without_its_message(
         return score(*arguments)
 
     monkeypatch.setattr(llm.target, "score", breaking)
-    answer, [span] = traced(llm, BODY | {"max_tokens": 20, "stream": stream, "speculative": None})
-    found = dict(span.attributes or {})
-    assert answer.status_code == found["http.response.status_code"] == status
+    with caplog.at_level(logging.ERROR):
+        answer, [span] = traced(llm, BODY | {"stream": stream, "speculative": None})
+    text, found = answer.text, dict(span.attributes or {})
+    if passes:
+        *chunks, text, done = [line.removeprefix("data: ") for line in text.splitlines() if line]
+        assert done == "[DONE]" and chunks and "an address in memory" in caplog.text
+    assert answer.status_code == found["http.response.status_code"] == (200 if passes else 500)
+    assert json.loads(text)["error"]["type"] == "server_error"
     assert found["error.type"] and not span.status.is_ok and not span.status.is_unset
     assert found["gen_ai.response.finish_reasons"] == ("error",)
-    assert "memory" not in span.to_json()
+    assert "memory" not in answer.text + span.to_json()
 
 
 ENDPOINT = {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://127.0.0.1:9"}
@@ -172,31 +162,21 @@ def test_a_collector_gets_the_spans_before_the_server_ends(tiny_bundle: Path, mo
 
     received: list[bytes] = []
 
-    class Collector(BaseHTTPRequestHandler):
+    class Collector(QuietHandler):
         def do_POST(self) -> None:
-            received.append(self.rfile.read(int(self.headers["content-length"])))
-            self.send_response(200)
-            self.end_headers()
-
-        def log_message(self, *_: object) -> None:
-            pass
+            received.append(self.body())
+            self.reply()
 
     for name in ("OTEL_SDK_DISABLED", "OTEL_SERVICE_NAME", "OTEL_RESOURCE_ATTRIBUTES", "OTEL_TRACES_SAMPLER"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_COMPRESSION", "none")
-    with HTTPServer(("127.0.0.1", 0), Collector) as server:
-        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
-        thread.start()
-        try:
-            collector = f"http://127.0.0.1:{server.server_port}/v1/traces"
-            with served(tiny_bundle, "--otlp-traces-endpoint", collector, "--served-model-name", "m") as running:
-                httpx.post(f"{running.url}/completions", json=BODY, timeout=30).raise_for_status()
-                assert httpx.get(f"{running.root}/health", timeout=30).status_code == 200
-                running.process.terminate()
-                assert running.process.wait(60) == 0
-        finally:
-            server.shutdown()
-            thread.join()
+    with answering(ThreadingHTTPServer(("127.0.0.1", 0), Collector)) as address:
+        options = ("--otlp-traces-endpoint", f"{address}/v1/traces", "--served-model-name", "m")
+        with served(tiny_bundle, *options) as running:
+            httpx.post(f"{running.url}/completions", json=BODY, timeout=30).raise_for_status()
+            assert running.ask("/health")[0] == 200
+            running.process.terminate()
+            assert running.process.wait(60) == 0
     [sent] = map(ExportTraceServiceRequest.FromString, received)
     [resource] = sent.resource_spans
     [span] = resource.scope_spans[0].spans

@@ -4,16 +4,16 @@ very requests that lm-eval's `local-completions` sends."""
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from serving import served
+from serving import events_of
 
 from draftwood.runtime import LLM, SamplingParams
 
 pytest.importorskip("fastapi", reason="needs the [serve] extra")
-httpx = pytest.importorskip("httpx", reason="needs httpx")
 
 TEXT = "The cat sat on the mat, naïve as it was; then it slept for 30 hours."
 MESSAGES = [{"role": "user", "content": "hello"}]
@@ -51,61 +51,35 @@ def test_a_prompts_tokens_have_the_models_log_probabilities(served_llm: LLM, ref
         assert [rank for rank, _, _ in best] == [1, 2, 3, 4] and best == sorted(best, key=lambda each: each[1])
 
 
-def test_asking_for_them_changes_no_token(served_llm: LLM) -> None:
-    for settings in ({"temperature": 0}, {"seed": 5}):
-        (plain,) = served_llm.generate(TEXT, SamplingParams(max_tokens=20, ignore_eos=True, **settings))  # type: ignore[arg-type]
-        (asked,) = served_llm.generate(
-            TEXT,
-            SamplingParams(max_tokens=20, ignore_eos=True, prompt_logprobs=0, **settings),  # type: ignore[arg-type]
-        )
-        assert asked.token_ids == plain.token_ids and plain.prompt_logprobs is None
-        json.dumps(asked.to_dict(), allow_nan=False)
-
-
-def test_a_prompt_alone_can_be_read(served_llm: LLM) -> None:
-    alone = served_llm.generate([TEXT, TEXT[:20]], SamplingParams(max_tokens=0, prompt_logprobs=1))
-    for result in alone:
+def test_asking_for_them_changes_no_token_and_a_prompt_alone_can_be_read(served_llm: LLM) -> None:
+    for temperature in (0.0, 1.0):
+        plain = SamplingParams(max_tokens=20, temperature=temperature, seed=5, ignore_eos=True)
+        texts = [served_llm.generate(TEXT, replace(plain, prompt_logprobs=asked))[0] for asked in (None, 0)]
+        assert texts[0].token_ids == texts[1].token_ids and texts[0].prompt_logprobs is None
+        json.dumps(texts[1].to_dict(), allow_nan=False)
+    for result in served_llm.generate([TEXT, TEXT[:20]], SamplingParams(max_tokens=0, prompt_logprobs=1)):
         assert (result.text, result.token_ids, result.finish_reason) == ("", [], "length")
         assert result.prompt_logprobs is not None and len(result.prompt_logprobs) == len(result.prompt_token_ids)
         assert result.stats.num_drafts == result.stats.target_passes == 0
 
 
-def likelihood(http: Any, contexts: list[list[int]], continuations: list[list[int]]) -> list[tuple[float, bool]]:
+def test_lm_eval_gets_the_likelihoods_of_the_hugging_face_model(http: Any, served_llm: LLM, reference: Any) -> None:
     """As lm-eval 0.4 asks a completions API for the likelihood of continuations, and reads its answer."""
-    body = {
-        "model": "tiny",
-        "prompt": [context + continuation for context, continuation in zip(contexts, continuations, strict=True)],
-        "temperature": 0,
-        "max_tokens": 1,
-        "logprobs": 1,
-        "seed": 1234,
-        "echo": True,
-    }
-    answer = http.post("/v1/completions", json=body)
-    assert answer.status_code == 200, answer.text
-    found = []
+    context = served_llm.encode("Question: what does the cat do? Answer:")
+    texts = (" it sleeps", " it barks", " 30 hours", " naïve 🙂")
+    endings = [served_llm.tokenizer.encode(text, False) for text in texts]
+    best = reference(context)[-1].argmax().item()
+    endings.append([best, reference([*context, best])[-1].argmax().item()])
+    asked = {"model": "tiny", "temperature": 0, "max_tokens": 1, "logprobs": 1, "seed": 1234, "echo": True}
+    answer = http.post("/v1/completions", json={**asked, "prompt": [[*context, *ending] for ending in endings]})
     choices = sorted(answer.json()["choices"], key=lambda choice: choice["index"])
-    for choice, context in zip(choices, contexts, strict=True):
+    for choice, ending in zip(choices, endings, strict=True):
         values = choice["logprobs"]["token_logprobs"][len(context) : -1]
         tops = choice["logprobs"]["top_logprobs"][len(context) : -1]
         greedy = all(value == max(top.values()) for value, top in zip(values, tops, strict=True))
-        found.append((sum(values), greedy))
-    return found
-
-
-def test_lm_eval_gets_the_likelihoods_of_the_hugging_face_model(http: Any, served_llm: LLM, reference: Any) -> None:
-    context = served_llm.encode("Question: what does the cat do? Answer:")
-    endings = [
-        served_llm.tokenizer.encode(text, False) for text in (" it sleeps", " it barks", " 30 hours", " naïve 🙂")
-    ]
-    best = reference(context)[-1].argmax().item()
-    endings.append([best, reference([*context, best])[-1].argmax().item()])
-    found = likelihood(http, [context] * len(endings), endings)
-    for (total, greedy), ending in zip(found, endings, strict=True):
         rows = reference([*context, *ending])[len(context) - 1 : -1]
-        assert total == pytest.approx(sum(float(rows[i, token]) for i, token in enumerate(ending)), abs=1e-3)
-        assert greedy == (rows.argmax(-1).tolist() == ending)
-    assert [greedy for _, greedy in found] == [False] * 4 + [True]
+        assert sum(values) == pytest.approx(sum(float(rows[i, token]) for i, token in enumerate(ending)), abs=1e-3)
+        assert greedy == (rows.argmax(-1).tolist() == ending) == (ending is endings[-1])
 
 
 def test_an_echo_has_the_log_probabilities_of_prompt_and_output(http: Any, served_llm: LLM) -> None:
@@ -119,12 +93,12 @@ def test_an_echo_has_the_log_probabilities_of_prompt_and_output(http: Any, serve
         assert {len(values) for values in written.values()} == {len(prompt) + 5}
         assert written["token_logprobs"][0] is written["top_logprobs"][0] is None
         assert all(len(top) == 2 for top in written["top_logprobs"][1:])
-        starts = [
-            sum(map(len, written["tokens"][1:index])) for index in range(len(prompt) + 1)
-        ]  # <s> is not in the text
+        shown = written["tokens"][1:]  # <s> is not in the text
+        starts = [0, *(sum(map(len, shown[:index])) for index in range(len(prompt)))]
         assert written["text_offset"][: len(starts)] == starts and starts[-1] == len(text)
-    streamed = http.post("/v1/completions", json={**body, "stream": True}).text.splitlines()
-    parts = [json.loads(line.removeprefix("data: "))["choices"][0] for line in streamed if line.startswith("data: {")]
+    parts = [
+        event["choices"][0] for event in events_of(http.post("/v1/completions", json={**body, "stream": True}).text)
+    ]
     first = [part for part in parts if part["index"] == 0]
     assert "".join(part["text"] for part in first) == answer["choices"][0]["text"]
     values = [value for part in first for value in part["logprobs"]["token_logprobs"]]
@@ -164,12 +138,11 @@ def test_vllms_prompt_logprobs(http: Any, served_llm: LLM) -> None:
     assert "prompt_logprobs" not in http.post("/v1/completions", json={"prompt": "x", "max_tokens": 1}).json()
 
 
-def test_a_read_prompt_helps_the_next_one(chat_bundle: Path) -> None:
+def test_a_read_prompt_helps_the_next_one(http: Any) -> None:
     """Its rows are kept like any prompt's, but a prompt whose log-probabilities are asked for is read itself."""
-    with served(chat_bundle) as running, httpx.Client(base_url=running.root, timeout=30) as client:
-        body = {"prompt": TEXT * 3, "max_tokens": 2, "prompt_logprobs": 0}
-        cached = []
-        for changes in ({}, {}, {"prompt_logprobs": None}):
-            usage = client.post("/v1/completions", json={**body, **changes}).json()["usage"]
-            cached.append(usage["prompt_tokens_details"]["cached_tokens"])
-        assert cached[:2] == [0, 0] and cached[2] > 0
+    cached = []
+    for asked in (0, 0, None):
+        body = {"prompt": TEXT[::-1] * 3, "max_tokens": 2, "prompt_logprobs": asked}
+        usage = http.post("/v1/completions", json=body).json()["usage"]
+        cached.append(usage["prompt_tokens_details"]["cached_tokens"])
+    assert cached[:2] == [0, 0] and cached[2] > 0

@@ -1,8 +1,9 @@
-"""A call of Triton's without a server: a chunk -> a response's tensors; whose turn a request takes, what ends it."""
+"""A call of Triton's over an engine that waits: what ends it before it is queued, and who gets a place."""
 
 from __future__ import annotations
 
 import asyncio
+import json
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,49 +16,13 @@ from draftwood.runtime.requests.async_llm import DeadlineError, QueueFullError, 
 from draftwood.runtime.serving.places import Places
 
 pytest.importorskip("pydantic", reason="needs the [serve] extra")
-from draftwood.runtime.serving.triton.call import ResponseWriter, classify
+from draftwood.runtime.serving.triton.call import classify
 from draftwood.runtime.serving.triton.metrics import REASONS
 from draftwood.runtime.serving.triton.model import TritonModel
-from draftwood.runtime.serving.triton.request import MAX_SETTINGS, TritonRequest, parse_request
+from draftwood.runtime.serving.triton.request import MAX_SETTINGS
 from draftwood.runtime.serving.waiting import ClientGone
 
 PROMPT = np.array([[b"hello"]], np.object_)
-
-
-def request(**settings: bool) -> TritonRequest:
-    return parse_request({"text_input": PROMPT}, settings, None)
-
-
-def chunk(text: str, tokens: list[int], reason: str | None = None) -> StreamChunk:
-    logprobs = [TokenLogprob(token, -0.5, {}) for token in tokens]
-    stats = SpecDecodeStats(num_drafts=2, num_draft_tokens=8, num_accepted_tokens=2)
-    return StreamChunk(text, tokens, [], logprobs, reason, stats)
-
-
-CHUNKS = [chunk("ab", [1, 2]), chunk("", [3]), chunk("cé", [4, 5, 6], "stop")]
-FLAGS: dict[str, Any] = {
-    f"return_{name}": True
-    for name in ("num_output_tokens", "num_input_tokens", "log_probs", "finish_reason", "perf_metrics")
-}
-
-
-def test_a_stream_is_one_response_per_chunk_and_a_whole_text_one_that_begins_with_the_prompt() -> None:
-    writer = ResponseWriter(request(stream=True, **FLAGS), 9)
-    first, second, last = (writer.write(item) for item in CHUNKS)
-    assert first is not None and second is not None and last is not None
-    assert [item["text_output"].tolist() for item in (first, second, last)] == [[[b"ab"]], [[b""]], [["cé".encode()]]]
-    assert [item["num_output_tokens"].tolist() for item in (first, second, last)] == [[[2]], [[1]], [[3]]]
-    assert last["output_log_probs"].shape == (1, 1, 3) and last["cum_log_probs"].tolist() == [[-3.0]]
-    assert "finish_reason" not in first and last["finish_reason"].tolist() == [[b"stop"]]
-    assert "acceptance_rate" not in second and last["acceptance_rate"].tolist() == [[0.25]]
-    assert last["num_input_tokens"].tolist() == [[9]]
-    writer = ResponseWriter(request(**FLAGS), 9)
-    assert writer.write(CHUNKS[0]) is None and writer.write(CHUNKS[1]) is None
-    whole = writer.write(CHUNKS[2])
-    assert whole is not None and whole["text_output"].tolist() == [["helloabcé".encode()]]
-    assert whole["num_output_tokens"].tolist() == [[6]] and whole["output_log_probs"].shape == (1, 1, 6)
-    bare = ResponseWriter(request(stream=True), 9).write(CHUNKS[2])
-    assert bare is not None and set(bare) == {"text_output", "sequence_index", "batch_index"}
 
 
 @pytest.mark.parametrize(
@@ -77,6 +42,9 @@ def test_errors_have_tritons_codes(error: Exception, code: str, reason: str) -> 
     assert classify(error) == (code, reason) and reason in REASONS
 
 
+WHOLE = {"text_output": [b"hellox"], "sequence_index": [0], "batch_index": [0]}
+
+
 class TritonError:
     """Triton's error, whose codes are their names here."""
 
@@ -93,7 +61,9 @@ class Model(TritonModel):
         TRITONSERVER_RESPONSE_COMPLETE_FINAL=1,
         TritonError=TritonError,
         Tensor=lambda name, array: (name, array),
-        InferenceResponse=lambda outputs=(), error=None: error,
+        InferenceResponse=lambda outputs=(), error=None: (
+            error or {name: array.reshape(-1).tolist() for name, array in outputs}
+        ),
         get_input_tensor_by_name=lambda request, name: (
             SimpleNamespace(as_numpy=lambda: PROMPT) if name == "text_input" else None
         ),
@@ -113,24 +83,23 @@ class Engine:
     def __init__(self, slow: str) -> None:
         self.slow, self.go, self.is_waiting = slow, asyncio.Event(), False
         self.llm = SimpleNamespace(speculative=None)
-        self.clients: list[str] = []  # of all calls
+        self.read: list[str] = []  # by which methods
         self.given_up: list[str] = []  # the methods that were cancelled
-        self.options: dict[str, Any] = {}
+        self.generated = 0
 
     async def encode(self, prompt: str, client: str) -> list[int]:
-        await self._read("encode", client)
+        await self._read("encode")
         return [1]
 
     async def prepare(self, params: object, client: str) -> None:
-        await self._read("prepare", client)
+        await self._read("prepare")
 
     def generate(self, prompt: list[int], params: object, **options: Any) -> Stream:
-        self.clients.append(options["client"])
-        self.options = options
+        self.generated += 1
         return Stream()
 
-    async def _read(self, step: str, client: str) -> None:
-        self.clients.append(client)
+    async def _read(self, step: str) -> None:
+        self.read.append(step)
         try:
             if step == self.slow:
                 self.is_waiting = True
@@ -146,7 +115,8 @@ class Stream:
     num_prompt_tokens = 1
 
     async def __anext__(self) -> StreamChunk:
-        return StreamChunk("x", [1], [], [], "stop", SpecDecodeStats())
+        logprobs, stats = [TokenLogprob(1, -0.5, {})], SpecDecodeStats(2, num_draft_tokens=8, num_accepted_tokens=2)
+        return StreamChunk("x", [1], [], logprobs, "stop", stats)
 
     async def aclose(self) -> None:
         pass
@@ -155,8 +125,8 @@ class Stream:
 class Request:
     """A request of Triton's, and the sender of its responses."""
 
-    def __init__(self, parameters: str = "", sequence: int = 0, timeout: int = 0) -> None:
-        self.parameters, self.correlation_id, self.timeout = lambda: parameters, lambda: sequence, lambda: timeout
+    def __init__(self, parameters: str = "", timeout: int = 0) -> None:
+        self.parameters, self.correlation_id, self.timeout = lambda: parameters, lambda: 0, lambda: timeout
         self.is_cancelled = lambda: False
         self.request_id = lambda: "one"
         self.responses: list[Any] = []
@@ -174,12 +144,13 @@ class Request:
         return only
 
 
-@pytest.mark.parametrize(("parameters", "sequence", "client"), [('{"client": "a"}', 7, "a"), ("", 7, "7"), ("", 0, "")])
-def test_texts_are_read_in_the_clients_turn(parameters: str, sequence: int, client: str) -> None:
-    engine, sent = Engine(slow=""), Request(parameters, sequence)
-    asyncio.run(Model(engine)._serve(sent, arrived=5.0))
-    assert engine.clients == [client] * 3 and engine.options["arrived"] == 5.0
-    assert sent.responses == [None]
+def test_a_response_has_the_outputs_that_are_asked_for() -> None:
+    flags = ("num_output_tokens", "num_input_tokens", "log_probs", "finish_reason", "perf_metrics")
+    sent = Request(json.dumps({f"return_{name}": True for name in flags}))
+    asyncio.run(Model(Engine(slow=""))._serve(sent, arrived=0.0))
+    expected = {"num_output_tokens": [1], "num_input_tokens": [1], "output_log_probs": [-0.5], "cum_log_probs": [-0.5]}
+    expected |= {"acceptance_rate": [0.25], "total_accepted_draft_tokens": [2], "total_draft_tokens": [8]}
+    assert sent.responses == [WHOLE | expected | {"finish_reason": [b"stop"]}]
 
 
 @pytest.mark.parametrize("slow", ["encode", "prepare"])
@@ -200,7 +171,7 @@ def test_a_request_may_end_while_its_texts_are_read(
     model = Model(engine)
     asyncio.run(model._serve(sent, arrived=0.0))
     assert sent.error.code == "CANCELLED" and text in sent.error.text
-    assert model.ended == [reason] and not engine.options and (reason != "abort" or engine.given_up == [slow])
+    assert model.ended == [reason] and not engine.generated and (reason != "abort" or engine.given_up == [slow])
 
 
 def test_more_requests_than_places_are_refused_before_their_texts_are_read() -> None:
@@ -220,7 +191,7 @@ def test_more_requests_than_places_are_refused_before_their_texts_are_read() -> 
         engine.go.set()
         await asyncio.gather(*tasks)
         await model._serve(later := Request(), 0.0)
-        assert [request.responses for request in [*requests, later] if request not in refused] == [[None]] * 5
+        assert [request.responses for request in [*requests, later] if request not in refused] == [[WHOLE]] * 5
 
     asyncio.run(crowd())
 
@@ -229,4 +200,4 @@ def test_too_many_request_parameters_are_refused_unread() -> None:
     engine, sent = Engine(slow=""), Request('{"client": "' + "x" * MAX_SETTINGS + '"}')
     asyncio.run(Model(engine)._serve(sent, arrived=0.0))
     assert sent.error.code == "INVALID_ARG" and f"may have {MAX_SETTINGS}: send less" in sent.error.text
-    assert not engine.clients
+    assert not engine.read

@@ -11,13 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from draftwood.runtime import (
-    ConfigError,
-    RequestError,
-    SamplingParams,
-    SpeculativeConfig,
-    StructuredOutput,
-)
+from draftwood.runtime import ConfigError, RequestError, SamplingParams, SpeculativeConfig, StructuredOutput
 
 pytest.importorskip("pydantic", reason="needs the [serve] extra")
 from draftwood.runtime.serving.triton.contract import OPTIONAL_INPUTS
@@ -41,10 +35,8 @@ def tensors(**settings: Any) -> dict[str, NDArray[Any]]:
     types = {spec.name: DTYPES.get(spec.data_type, np.bool_) for spec in OPTIONAL_INPUTS}
     made = {"text_input": PROMPT}
     for name, value in settings.items():
-        items = [
-            item.encode() if isinstance(item, str) else item for item in (value if isinstance(value, list) else [value])
-        ]
-        made[name] = np.array([items], types[name])
+        items = value if isinstance(value, list) else [value]
+        made[name] = np.array([[item.encode() if isinstance(item, str) else item for item in items]], types[name])
     return made
 
 
@@ -126,21 +118,19 @@ def test_settings_become_sampling_params(sent: dict[str, Any], params: SamplingP
 )
 @pytest.mark.parametrize("way", ["parameters", "texts", "sampling_parameters"])
 def test_a_form_is_demanded_as_over_http(settings: dict[str, Any], form: StructuredOutput | None, way: str) -> None:
-    if way == "sampling_parameters":
-        assert parsed(sampling_parameters=json.dumps(settings)).params.structured == form
-        return
-    if way == "texts":
-        settings = {
-            name: json.dumps(value) if isinstance(value, dict | list) else value for name, value in settings.items()
-        }
-    assert parsed(parameters=settings).params.structured == form
+    texts = {name: json.dumps(each) if isinstance(each, dict | list) else each for name, each in settings.items()}
+    sent: Any = {"sampling_parameters": json.dumps(settings), "texts": texts, "parameters": settings}[way]
+    name = "sampling_parameters" if way == "sampling_parameters" else "parameters"
+    assert parsed(**{name: sent}).params.structured == form
 
 
-def test_a_deadline_and_a_client_are_parameters() -> None:
+def test_a_deadline_a_client_and_a_salt_are_parameters() -> None:
     assert parsed(parameters={"timeout": 250000}).deadline_s == 0.25 and parsed().deadline_s is None
     assert parsed(parameters={"client": "a"}).body.client == parsed(parameters={"user": "a"}).body.client == "a"
     assert parsed(sampling_parameters='{"user": "a"}', parameters={"client": "a"}).body.client == "a"
-    assert parsed().body.client is None
+    assert parsed().body.client is None is parsed().body.cache_salt
+    assert parsed(parameters={"cache_salt": "a"}).body.cache_salt == "a"
+    assert parsed(sampling_parameters='{"cache_salt": "b"}').body.cache_salt == "b"
 
 
 def test_a_request_changes_how_the_model_speculates() -> None:
@@ -241,15 +231,16 @@ def test_bad_settings_are_refused_by_name(settings: dict[str, Any], named: str) 
 
 
 @pytest.mark.parametrize(
-    ("array", "named"),
+    ("sent", "named"),
     [
-        (np.array([[b"\xff"]], np.object_), "UTF-8"),
-        (np.array([[b"two"], [b"prompts"]], np.object_), "one request per prompt"),
+        ({"text_input": np.array([[b"\xff"]], np.object_)}, "UTF-8"),
+        ({"text_input": np.array([[b"two"], [b"prompts"]], np.object_)}, "one request per prompt"),
+        ({}, "text_input is missing: send the prompt"),
     ],
 )
-def test_a_prompt_is_one_text(array: NDArray[Any], named: str) -> None:
+def test_a_prompt_is_one_text(sent: dict[str, NDArray[Any]], named: str) -> None:
     with pytest.raises(RequestError, match=named):
-        parse_request({"text_input": array}, {}, OWN)
+        parse_request(sent, {}, OWN)
 
 
 json_values = st.recursive(
