@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,8 +17,7 @@ from draftwood.builder import pipeline
 from draftwood.builder.engines.export import export as original_export
 from draftwood.builder.options import BuildOptions
 from draftwood.builder.pipeline import build
-from draftwood.builder.progress import Step
-from draftwood.models.errors import BundleError, CheckpointError, ConfigError, DraftwoodError
+from draftwood.models.errors import BundleError, ConfigError, DraftwoodError
 from draftwood.runtime.bundle.bundle import MANIFEST, EngineBundle
 
 
@@ -56,12 +54,9 @@ def test_a_full_disk_is_named_whatever_is_written(options: BuildOptions, backend
 
 
 @pytest.mark.parametrize("title", ["Reading", "Converting", "Exporting the draft", "Comparing", "Sealing"])
-@pytest.mark.parametrize("interruption", [KeyboardInterrupt, RuntimeError])
-def test_an_interrupted_build_leaves_nothing(
-    options: BuildOptions, title: str, interruption: type[BaseException]
-) -> None:
-    with pytest.raises(interruption):
-        build(options, failing(title, interruption))
+def test_an_interrupted_build_leaves_nothing(options: BuildOptions, title: str) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        build(options, failing(title, KeyboardInterrupt))
     assert not options.output.exists() and not list(options.output.parent.glob(".*"))
 
 
@@ -80,34 +75,14 @@ def test_a_rebuild_that_fails_keeps_the_old_bundle(options: BuildOptions, monkey
     assert [file.name for file in options.output.parent.iterdir()] == ["bundle"]
 
 
-def test_a_killed_build_is_not_loadable(options: BuildOptions) -> None:
-    """What a power cut leaves: the temporary folder before its manifest was written."""
-    seen = []
-
-    def begin(step: Step) -> Callable[[], None]:
-        if step.title.startswith("Sealing"):
-            (staging,) = options.output.parent.glob(".bundle.partial-*")
-            seen.append(shutil.copytree(staging, options.output.parent / "left"))
-        return lambda: None
-
-    build(options, begin)
-    with pytest.raises(BundleError, match="did not finish"):
-        EngineBundle.open(seen[0])
-
-
-def test_a_folder_that_is_no_bundle_is_never_replaced(options: BuildOptions) -> None:
+def test_what_is_no_bundle_is_never_replaced(options: BuildOptions) -> None:
     options.output.mkdir(parents=True)
     precious = options.output / "thesis.txt"
     precious.write_text("years of work")
-    with pytest.raises(BundleError, match="choose another --output"):
-        build(options, quiet)
+    for output in (options.output, precious / "bundle"):
+        with pytest.raises(BundleError, match="choose another --output"):
+            build(replace(options, output=output), quiet)
     assert precious.read_text() == "years of work"
-
-
-def test_an_output_that_cannot_be_written_is_named(options: BuildOptions, tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    with pytest.raises(BundleError, match="choose another --output"):
-        build(BuildOptions(options.target, options.draft, tmp_path / "file" / "bundle"), quiet)
 
 
 @pytest.mark.parametrize(
@@ -122,16 +97,16 @@ def test_an_output_that_cannot_be_written_is_named(options: BuildOptions, tmp_pa
         ({"max_length": 1}, "max_length"),
         ({"widths": (1, 20_000)}, "widths must be at most 16384"),
         ({"backend": "tensorrt", "precision": "fp16", "max_batch": 5000}, "max_batch must be at most 4096"),
+        ({"precision": "int8-dynamic"}, "a row's logits then depend on its siblings.*Choose int8"),
+        ({"draft_precision": "bf16"}, "'bf16' is not available for onnxruntime; choose fp32, int8, int4"),
+        ({"draft_backend": "abacus"}, "'abacus' is not available for the draft beside onnxruntime"),
+        ({"draft_backend": "tensorrt-rtx"}, "'tensorrt-rtx' is not available for the draft beside onnxruntime"),
+        ({"backend": "tensorrt", "draft_backend": "tensorrt-rtx"}, "not available for the draft beside tensorrt"),
     ],
 )
 def test_impossible_options_are_refused(options: BuildOptions, change: dict[str, Any], named: str) -> None:
     with pytest.raises(ConfigError, match=named):
         BuildOptions(options.target, options.draft, options.output, **change)
-
-
-def test_vocabularies_that_differ_in_size(tiny_pair: Path, stories: Path, tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="shares the target's tokenizer"):
-        build(BuildOptions(tiny_pair / "target", stories / "draft", tmp_path / "bundle"), quiet)
 
 
 def test_vocabularies_that_differ_in_content(tiny_pair: Path, tmp_path: Path) -> None:

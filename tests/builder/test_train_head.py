@@ -74,11 +74,6 @@ def test_texts_of_a_padded_batch_are_those_the_target_writes_alone(pair: tuple[L
         torch.testing.assert_close(p[row], alone, rtol=0, atol=2e-4)
 
 
-def test_greedy_texts_follow_the_best_token(pair: tuple[Llama, Llama]) -> None:
-    responses = sample_responses(pair[0], [[1, 5, 9]], EOS, 8, 0.0, seeded())
-    assert torch.equal(responses.x, responses.p.argmax(-1))
-
-
 def test_nothing_counts_behind_the_end_of_text(pair: tuple[Llama, Llama]) -> None:
     even = range(0, pair[0].config.vocab_size, 2)
     responses = sample_responses(pair[0], [[1, 5], [1, 6, 7], [1, 8]], even, 20, 1.0, seeded())
@@ -108,13 +103,6 @@ def test_i13_labels_by_hand() -> None:
     torch.testing.assert_close(p_acc, torch.tensor([1.0, 2 / 3, 0.25])[y])
     assert abs(float(p_acc.mean()) - (0.3 + 0.2 + 0.1)) < 0.03
     assert np.allclose(np.bincount(y.flatten().numpy()) / 4000, q, atol=0.03)
-
-
-def test_mixing_takes_each_text_where_it_says_so() -> None:
-    x, y = torch.zeros(50, 80, dtype=torch.int64), torch.ones(50, 80, dtype=torch.int64)
-    z, drafted = mix(x, y, 0.15, seeded())
-    assert torch.equal(z, drafted.long()) and abs(float((~drafted).float().mean()) - 0.15) < 0.02
-    assert mix(x, y, 0.0, seeded())[1].all()
 
 
 def test_i13_an_example_is_the_state_of_a_drafted_token_after_the_final_norm(pair: tuple[Llama, Llama]) -> None:

@@ -216,18 +216,6 @@ PUBLISHED: dict[str, tuple[str, dict[str, Any], int, Variant]] = {
         4096,
         Variant(window=4096),
     ),
-    "Mistral 7B v0.3": (
-        "MistralForCausalLM",
-        sizes(32768, 4096, 14336, 32, 32, 8, 32768) | {"sliding_window": None, "rope_theta": 1000000.0},
-        32768,
-        Variant(),
-    ),
-    "Qwen2.5 7B": (
-        "Qwen2ForCausalLM",
-        sizes(152064, 3584, 18944, 28, 28, 4, 32768) | OF_QWEN | {"sliding_window": 131072, "use_mrope": False},
-        32768,
-        Variant(qkv_bias=True),
-    ),
     "Qwen2.5 7B with YaRN as its page says": (
         "Qwen2ForCausalLM",
         sizes(152064, 3584, 18944, 28, 28, 4, 32768)
@@ -259,12 +247,6 @@ PUBLISHED: dict[str, tuple[str, dict[str, Any], int, Variant]] = {
         Variant(
             embedding_multiplier=12.0, attention_multiplier=0.015625, residual_multiplier=0.22, logits_multiplier=0.125
         ),
-    ),
-    "Phi-3 mini, 4k": (
-        "Phi3ForCausalLM",
-        sizes(32064, 3072, 8192, 32, 32, 32, 4096) | OF_PHI | {"sliding_window": 2047, "rope_scaling": None},
-        2047,
-        Variant(window=2047),
     ),
     "Phi-3 mini, 128k": (
         "Phi3ForCausalLM",

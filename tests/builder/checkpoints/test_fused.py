@@ -9,10 +9,10 @@ import packers
 import pytest
 import torch
 from adapters import PREFIX, write_adapter
-from checkpoints import edit_weights, write_checkpoint
+from checkpoints import edit_weights
 from families import write_family
-from packers import pack_checkpoint
-from quantised import compressed
+from packers import compressed, pack_checkpoint
+from safetensors.torch import load_file
 
 from draftwood.builder.checkpoints.checkpoint import Checkpoint
 from draftwood.builder.checkpoints.safetensors import Safetensors
@@ -28,28 +28,6 @@ QKV, GATE_UP = f"{LAYER}.self_attn.qkv_proj.weight", f"{LAYER}.mlp.gate_up_proj.
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     return write_family(tmp_path / "checkpoint", "Phi3")
-
-
-@pytest.mark.parametrize(
-    ("fused", "parts"), [(QKV, ("q_proj", "k_proj", "v_proj")), (GATE_UP, ("gate_proj", "up_proj"))]
-)
-def test_the_parts_are_the_whole_in_order(fused: str, parts: tuple[str, ...], folder: Path) -> None:
-    checkpoint, module = Checkpoint(folder), fused.rpartition(".")[0].rpartition(".")[0]
-    found = [checkpoint.tensor(f"{module}.{part}.weight") for part in parts]
-    np.testing.assert_array_equal(np.concatenate(found), Safetensors(folder).tensor(fused))
-    shapes = network_of(checkpoint.config).tensors()
-    assert [part.shape for part in found] == [shapes[f"{module}.{part}.weight"] for part in parts]
-    assert fused not in shapes
-
-
-def test_what_is_not_fused_is_read_as_it_is(tmp_path: Path) -> None:
-    folder = write_checkpoint(tmp_path, "biases")
-    plain, config = Safetensors(folder), Checkpoint(folder).config
-    split = split_fused(plain, config)
-    for name in network_of(config).tensors():
-        assert split.stored(name) == plain.stored(name)
-        np.testing.assert_array_equal(split.tensor(name), plain.tensor(name))
-    assert split.stored("no.such.weight") is None
 
 
 class InBlocks(Safetensors):
@@ -75,14 +53,11 @@ def test_blocks_of_a_fused_matrix_are_those_of_its_parts(folder: Path) -> None:
 
 @pytest.mark.parametrize("fused", [QKV, GATE_UP])
 def test_a_fused_matrix_of_another_size_is_refused(fused: str, folder: Path) -> None:
-    edit_weights(folder, lambda tensors: tensors.update({fused: tensors[fused][:-1].clone()}))
-    with pytest.raises(
-        CheckpointError, match=rf"tensor {fused} has shape \(\d+, 42\), config.json asks for 10[04] rows"
-    ):
-        Checkpoint(folder)
-    edit_weights(folder, lambda tensors: tensors.update({fused: torch.zeros(())}))
-    with pytest.raises(CheckpointError, match=rf"tensor {fused} has shape \(\)"):
-        Checkpoint(folder)
+    shorter = load_file(folder / "model.safetensors")[fused][:-1].clone()
+    for wrong, shape in ((shorter, r"\(\d+, 42\), config.json asks for 10[04] rows"), (torch.zeros(()), r"\(\)")):
+        edit_weights(folder, lambda tensors, wrong=wrong: tensors.update({fused: wrong}))  # type: ignore[misc]
+        with pytest.raises(CheckpointError, match=rf"tensor {fused} has shape {shape}"):
+            Checkpoint(folder)
 
 
 def test_a_fused_matrix_that_is_missing_or_damaged_is_refused(folder: Path) -> None:
@@ -91,9 +66,7 @@ def test_a_fused_matrix_that_is_missing_or_damaged_is_refused(folder: Path) -> N
         Checkpoint(folder).tensor(f"{LAYER}.self_attn.k_proj.weight")
     Checkpoint(folder).tensor(f"{LAYER}.self_attn.q_proj.weight")
     edit_weights(folder, lambda tensors: tensors.pop(QKV))
-    with pytest.raises(
-        CheckpointError, match=f"{LAYER}.self_attn.q_proj.weight is missing; the checkpoint is incomplete"
-    ):
+    with pytest.raises(CheckpointError, match=f"{LAYER}.self_attn.q_proj.weight is missing; the checkpoint is inc"):
         Checkpoint(folder)
 
 

@@ -139,18 +139,3 @@ def test_blocks_of_q4_k_keep_their_codes(tmp_path: Path) -> None:
             assert offsets is not None
             parts = 15 * np.abs(scales) + np.abs(offsets)
             assert (np.abs(view.tensor(name) - exact) <= 2**-11 * parts.repeat(32, 1) + 1e-6).all()
-
-
-@pytest.mark.parametrize(
-    ("kind", "backend", "precision"),
-    [(Kind.Q4_1, "onnxruntime", "int4"), (Kind.Q8_0, "native", "int4"), (Kind.Q4_1, "native", "int8")],
-)
-def test_blocks_of_another_form_are_rounded_by_the_format(
-    kind: Kind, backend: str, precision: str, tmp_path: Path
-) -> None:
-    checkpoint = Checkpoint(write_gguf(write_checkpoint(tmp_path / "folder", **SHAPE), tmp_path / "model.gguf", kind))
-    form = FORMATS[backend, precision]
-    view = QuantizedCheckpoint(checkpoint, form)
-    name = network_of(view.config).layers[0].output.weights[0]
-    expected = form.quantize(name, checkpoint.tensor(name).astype(np.float32))
-    np.testing.assert_array_equal(view.tensor(name), expected.dequantized())

@@ -81,13 +81,6 @@ def write_own(folder: Path, pre: str) -> None:
     (folder / TEMPLATE).write_text(TEMPLATE_TEXT)
 
 
-def checkpoint_with(folder: Path, write: Callable[[Path], object], size: int, **more: Any) -> Path:
-    """A folder with a tokenizer and a random model of so many tokens."""
-    write_checkpoint(folder, vocab_size=size, num_hidden_layers=1, **more)
-    write(folder)
-    return folder
-
-
 class Pair:
     """A folder, the GGUF file written from it, and the tokenizers of both."""
 
@@ -103,7 +96,8 @@ class Pair:
 @pytest.fixture(scope="module", params=OWN)
 def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
     root, pre = tmp_path_factory.mktemp("pre"), request.param
-    folder = checkpoint_with(root / "folder", lambda folder: write_own(folder, pre), 424)
+    folder = write_checkpoint(root / "folder", vocab_size=424, num_hidden_layers=1)
+    write_own(folder, pre)
 
     def edit(writer: gguf.GGUFWriter) -> None:
         writer.kv_data[0].pop("tokenizer.ggml.pre")
@@ -116,17 +110,12 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 
 @settings(max_examples=150)
-@given(text=TEXTS)
+@given(text=TEXTS | st.sampled_from([*CORPUS[:3], "<|im_start|>user\nhi<think> a<|im_end|>"]))
 def test_any_text_has_the_folders_ids(pair: Pair, text: str) -> None:
     ids = pair.theirs.encode(text)
     assert pair.ours.encode(text) == ids
+    assert pair.ours.encode(text, False) == pair.theirs.encode(text, False)
     assert pair.ours.decode(ids) == pair.theirs.decode(ids)
-
-
-@pytest.mark.parametrize("text", [*CORPUS[:3], "<|im_start|>user\nhi<think> a<|im_end|>", "", " ", "12345 67"])
-def test_texts_have_the_folders_ids(pair: Pair, text: str) -> None:
-    for special in (True, False):
-        assert pair.ours.encode(text, special) == pair.theirs.encode(text, special)
 
 
 def test_vocabulary_and_special_tokens_are_the_folders(pair: Pair) -> None:
@@ -135,28 +124,9 @@ def test_vocabulary_and_special_tokens_are_the_folders(pair: Pair) -> None:
     assert (pair.ours.bos_token_id, pair.ours.adds_bos) == (pair.theirs.bos_token_id, pair.theirs.adds_bos)
     assert Checkpoint(pair.file).eos_token_ids() == [0, 2]  # <|endoftext|> by its name
     assert Checkpoint(pair.folder).eos_token_ids() == [2]
-
-
-def test_conversations_are_written_as_the_folder_writes_them(pair: Pair) -> None:
     messages = [{"role": "user", "content": "What's 2 + 2?"}, {"role": "assistant", "content": "4"}]
-    for prompt in (True, False):
-        written = pair.ours.apply_chat_template(messages, add_generation_prompt=prompt)
-        assert written == pair.theirs.apply_chat_template(messages, add_generation_prompt=prompt)
-        assert written.endswith("<|im_start|>assistant\n") is prompt
-
-
-def test_transformers_reads_the_same_conversation(tmp_path: Path) -> None:
-    pytest.importorskip("accelerate", reason="transformers reads GGUF files with accelerate")
-    from transformers import AutoTokenizer
-
-    folder = checkpoint_with(tmp_path / "folder", lambda folder: write_own(folder, "gpt-2"), 424)
-    file = write_gguf(folder, tmp_path / "model.gguf")
-    theirs = AutoTokenizer.from_pretrained(tmp_path, gguf_file=file.name)
-    messages = [{"role": "user", "content": "What's 2 + 2?"}]
-    expected = theirs.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    with Checkpoint(file).write_tokenizer(tmp_path) as ours:
-        assert ours.apply_chat_template(messages) == expected
-        assert ours.encode(expected) == theirs.encode(expected)
+    written = pair.ours.apply_chat_template(messages)
+    assert written == pair.theirs.apply_chat_template(messages) and written.endswith("<|im_start|>assistant\n")
 
 
 def test_every_split_is_usable() -> None:
@@ -212,12 +182,17 @@ def spm(
         normalization_rule_name="identity",
         add_dummy_prefix=request.param,
     )
-    folder = checkpoint_with(
-        root / "folder", lambda folder: (folder / SENTENCEPIECE).write_bytes(buffer.getvalue()), 342
-    )
+    folder = write_checkpoint(root / "folder", vocab_size=342, num_hidden_layers=1)
+    (folder / SENTENCEPIECE).write_bytes(buffer.getvalue())
     edit = add_sentencepiece(folder / SENTENCEPIECE, None if request.param else False)
     pair = Pair(folder, write_gguf(folder, root / "model.gguf", edit=edit))
     return pair, sentencepiece.SentencePieceProcessor(model_proto=buffer.getvalue())
+
+
+def test_padding_of_the_vocabulary_is_no_token(spm: tuple[Pair, sentencepiece.SentencePieceProcessor]) -> None:
+    check_same_vocabulary(spm[0].ours, spm[0].theirs)
+    assert Checkpoint(spm[0].file).config.vocab_size == 342
+    assert Checkpoint(spm[0].file).eos_token_ids() == [2]  # where no key says it
 
 
 @settings(max_examples=150)
@@ -230,62 +205,49 @@ def test_sentencepiece_has_the_folders_ids(spm: tuple[Pair, sentencepiece.Senten
     assert pair.ours.decode(ids) == pair.theirs.decode(ids)
 
 
-def test_padding_of_the_vocabulary_is_no_token(spm: tuple[Pair, sentencepiece.SentencePieceProcessor]) -> None:
-    check_same_vocabulary(spm[0].ours, spm[0].theirs)
-    assert Checkpoint(spm[0].file).config.vocab_size == 342
-    assert Checkpoint(spm[0].file).eos_token_ids() == [2]  # where no key says it
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tokenizer(write_checkpoint(tmp_path_factory.mktemp("usual") / "folder", num_hidden_layers=1))
 
 
 @pytest.mark.parametrize(
     ("key", "value", "message"),
     [
-        ("model", "t5", "tokenizers of the kind 't5' are not supported; 'gpt2' and 'llama' are"),
-        ("model", None, "lacks tokenizer.ggml.model; convert the model again"),
-        ("model", "llama", "lacks tokenizer.ggml.scores"),
-        ("pre", None, "does not say how it splits texts, and .*qwen2.* are known"),
-        ("pre", "default", "splits texts as 'default' does, and"),
-        ("tokens", None, "lacks tokenizer.ggml.tokens"),
-        ("tokens", ["a", "b", "a"], "has a token twice"),
-        ("tokens", [1, 2, 3], "tokenizer.ggml.tokens must be a list of texts"),
-        ("tokens", ["a", "b", "c"], "cannot be used: .*out of vocabulary"),
-        ("token_type", [1, 2], "has 2 types for 288 tokens"),
-        ("merges", None, "lacks tokenizer.ggml.merges"),
-        ("merges", ["ab"], "a merge of its tokenizer is no pair"),
-        ("merges", ["zz yy"], "cannot be used"),
-        ("bos_token_id", 288, "bos_token_id is 288, and there are 288 tokens"),
-        ("eos_token_id", 2**32 - 1, "eos_token_id"),
-        ("add_bos_token", 1, "add_bos_token must be true or false, found 1"),
+        ("ggml.model", "t5", "tokenizers of the kind 't5' are not supported; 'gpt2' and 'llama' are"),
+        ("ggml.model", None, "lacks tokenizer.ggml.model; convert the model again"),
+        ("ggml.model", "llama", "lacks tokenizer.ggml.scores"),
+        ("ggml.pre", None, "does not say how it splits texts, and .*qwen2.* are known"),
+        ("ggml.pre", "default", "splits texts as 'default' does, and"),
+        ("ggml.tokens", None, "lacks tokenizer.ggml.tokens"),
+        ("ggml.tokens", ["a", "b", "a"], "has a token twice"),
+        ("ggml.tokens", [1, 2, 3], "tokenizer.ggml.tokens must be a list of texts"),
+        ("ggml.tokens", ["a", "b", "c"], "cannot be used: .*out of vocabulary"),
+        ("ggml.token_type", [1, 2], "has 2 types for 288 tokens"),
+        ("ggml.merges", None, "lacks tokenizer.ggml.merges"),
+        ("ggml.merges", ["ab"], "a merge of its tokenizer is no pair"),
+        ("ggml.merges", ["zz yy"], "cannot be used"),
+        ("ggml.bos_token_id", 288, "bos_token_id is 288, and there are 288 tokens"),
+        ("ggml.eos_token_id", 2**32 - 1, "eos_token_id"),
+        ("ggml.add_bos_token", 1, "add_bos_token must be true or false, found 1"),
+        ("chat_templates", [str(number) for number in range(20)], "has 20 chat templates"),
     ],
 )
-def test_damaged_tokenizers_are_refused(key: str, value: Any, message: str, tmp_path: Path) -> None:
-    folder = checkpoint_with(tmp_path / "folder", write_tokenizer, 288)
-    file = write_gguf(folder, tmp_path / "model.gguf", edit=edited(f"tokenizer.ggml.{key}", value))
+def test_damaged_tokenizers_are_refused(key: str, value: Any, message: str, folder: Path, tmp_path: Path) -> None:
+    file = write_gguf(folder, tmp_path / "model.gguf", edit=edited(f"tokenizer.{key}", value))
     with pytest.raises(CheckpointError, match=message):
         Checkpoint(file).write_tokenizer(tmp_path)
 
 
-def test_end_of_text_may_be_put_behind_a_text(tmp_path: Path) -> None:
-    folder = checkpoint_with(tmp_path / "folder", write_tokenizer, 288)
-    edit = edited("tokenizer.ggml.add_eos_token", True)
-    with Checkpoint(write_gguf(folder, tmp_path / "model.gguf", edit=edit)).write_tokenizer(tmp_path) as tokenizer:
+def test_ends_of_texts_and_templates_of_a_file_are_the_bundles(folder: Path, tmp_path: Path) -> None:
+    named = [{"name": "default", "template": "D"}, {"name": "tool_use", "template": "T"}]
+
+    def written(edit: Callable[[gguf.GGUFWriter], object]) -> Tokenizer:
+        return Checkpoint(write_gguf(folder, tmp_path / "model.gguf", edit=edit)).write_tokenizer(tmp_path)
+
+    with written(lambda writer: writer.add_chat_template(named)) as tokenizer:
+        assert tokenizer.chat_templates == {"default": "D", "tool_use": "T"} and not (tmp_path / TEMPLATE).exists()
+    with written(edited("tokenizer.ggml.add_eos_token", True)) as tokenizer:
         assert tokenizer.encode("a") == [1, *tokenizer.encode("a", add_special_tokens=False), 2]
-
-
-def test_a_template_of_the_file_is_the_bundles(tmp_path: Path) -> None:
-    folder = checkpoint_with(tmp_path / "folder", write_tokenizer, 288)
-    edit = edited("tokenizer.chat_template", "{{ messages[0].content }}\r\n")
-    with Checkpoint(write_gguf(folder, tmp_path / "model.gguf", edit=edit)).write_tokenizer(tmp_path) as tokenizer:
+    with written(edited("tokenizer.chat_template", "{{ messages[0].content }}\r\n")) as tokenizer:
         assert (tmp_path / TEMPLATE).read_bytes() == b"{{ messages[0].content }}\r\n"
         assert tokenizer.apply_chat_template([{"role": "user", "content": "x"}]).startswith("x")
-        assert isinstance(tokenizer, Tokenizer)
-
-
-def test_templates_by_name_are_the_bundles(tmp_path: Path) -> None:
-    folder = checkpoint_with(tmp_path / "folder", write_tokenizer, 288)
-    named = [{"name": "default", "template": "D"}, {"name": "tool_use", "template": "T"}]
-    file = write_gguf(folder, tmp_path / "model.gguf", edit=lambda writer: writer.add_chat_template(named))
-    with Checkpoint(file).write_tokenizer(tmp_path) as tokenizer:
-        assert tokenizer.chat_templates == {"default": "D", "tool_use": "T"} and not (tmp_path / TEMPLATE).exists()
-    many = edited("tokenizer.chat_templates", [str(number) for number in range(20)])
-    with pytest.raises(CheckpointError, match="has 20 chat templates"):
-        Checkpoint(write_gguf(folder, tmp_path / "many.gguf", edit=many)).write_tokenizer(tmp_path)

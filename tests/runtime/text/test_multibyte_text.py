@@ -133,18 +133,6 @@ def test_bad_bytes_spoil_none_of_their_neighbours(byte_fallback: Cut, data: st.D
     assert streamed(byte_fallback.tokenizer, byte_fallback.ids("x漢"), tokens) == expected
 
 
-def test_spaces_and_added_tokens_beside_half_a_character(byte_fallback: Cut) -> None:
-    tokenizer, pieces = byte_fallback.tokenizer, byte_fallback.bytes_of
-    ids = byte_fallback.ids("x🙂")
-    added, spaced = pieces.index(ADDED.encode()), pieces.index(" 漢".encode())
-    for end in range(1, len(ids)):
-        assert streamed(tokenizer, ids[:end], [*ids[end:], spaced, added]) == f"🙂 漢{ADDED}"
-        assert streamed(tokenizer, ids[:end], [*ids[end:-1], spaced]) == ("\ufffd 漢" if end == 1 else " 漢")
-    assert streamed(tokenizer, [], [spaced, spaced]) == "漢 漢"
-    assert streamed(tokenizer, [], [*byte_fallback.ids("é"), spaced]) == "é 漢"
-    assert streamed(tokenizer, [1], [1, spaced, 2, spaced]) == "漢 漢"
-
-
 class Counting:
     """A tokenizer that counts the tokens it decodes."""
 
@@ -288,14 +276,3 @@ def test_an_echo_lacks_the_blank_that_an_encoder_adds_and_has_names_that_were_wr
     assert list(Offsets(known, tokens, "a b</s> a", True).next(tokens)) == [0, 0, 1, 2, 3, 7]
     assert list(Offsets(known, tokens, "a b a", True).next(tokens)) == [0, 0, 1, 2, 3, 3]
     assert list(Offsets(known, tokens[:2], "<s>a", True).next(tokens[:2])) == [0, 3]
-
-
-def test_a_special_token_without_text_does_not_end_a_character(byte_level: Cut) -> None:
-    """Bytes on both sides of it may be one character, or one mark of an invalid one."""
-    ids = byte_level.ids("漢")
-    tokens = [*ids[:1], 2, *ids[1:], 2]
-    detokenizer = IncrementalDetokenizer(byte_level.tokenizer, byte_level.ids("a"))
-    text = "".join(detokenizer.push(tokens)) + detokenizer.finish()
-    assert list(Offsets(TokenTexts(byte_level.tokenizer), byte_level.ids("a"), None, True).next(tokens))[-1] <= len(
-        text
-    )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -76,7 +75,7 @@ def test_damaged_folders_are_refused(folder: Path, damage, named: str) -> None: 
         Tokenizer.load(folder)
 
 
-def test_the_template_may_stand_in_its_own_file_or_in_a_list(folder: Path) -> None:
+def test_the_template_may_stand_in_its_own_file_or_in_a_list_or_be_missing(folder: Path) -> None:
     named = [{"name": "tool_use", "template": "t"}, {"name": "default", "template": "d{{ messages|length }}"}]
     with configure(folder, chat_template=named) as tokenizer:
         assert tokenizer.apply_chat_template([]) == tokenizer.apply_chat_template([], tools=None) == "d0"
@@ -90,6 +89,17 @@ def test_the_template_may_stand_in_its_own_file_or_in_a_list(folder: Path) -> No
             configure(folder, chat_template=damaged)
     (folder / TEMPLATE).write_text("file")
     assert Tokenizer.load(folder).apply_chat_template([]) == "file"
+    (folder / TEMPLATE).unlink()
+    (folder / SETTINGS).unlink()
+    content = json.loads((folder / TOKENIZER).read_text())
+    content["truncation"] = {"direction": "Right", "max_length": 4, "strategy": "LongestFirst", "stride": 0}
+    (folder / TOKENIZER).write_text(json.dumps(content))
+    renamed = folder.rename(os.fsdecode(os.fsencode(folder) + b"\xff"))  # a name that the library cannot be given
+    tokenizer = Tokenizer.load(renamed)
+    assert tokenizer.adds_bos and tokenizer.bos_token_id == tokenizer.encode("")[0]
+    assert len(tokenizer.encode("a long text, longer than four tokens")) > 10, "it is not cut"
+    with pytest.raises(RequestError, match="plain text"):
+        tokenizer.apply_chat_template([])
 
 
 @pytest.mark.parametrize(
@@ -109,37 +119,6 @@ def test_the_template_may_stand_in_its_own_file_or_in_a_list(folder: Path) -> No
 def test_a_template_that_refuses_or_misbehaves_is_an_error(folder: Path, template: str) -> None:
     with pytest.raises(RequestError, match="chat template"):
         configure(folder, chat_template=template).apply_chat_template([{"role": "user", "content": "x"}])
-
-
-def test_without_a_template_there_is_no_conversation(folder: Path) -> None:
-    with pytest.raises(RequestError, match="plain text"):
-        Tokenizer.load(folder).apply_chat_template([])
-
-
-def test_settings_of_truncation_and_padding_do_not_reach_the_prompt(folder: Path, tmp_path: Path) -> None:
-    content = json.loads((folder / TOKENIZER).read_text())
-    content["truncation"] = {"direction": "Right", "max_length": 4, "strategy": "LongestFirst", "stride": 0}
-    (folder / TOKENIZER).write_text(json.dumps(content))
-    assert len(Tokenizer.load(folder).encode("a long text, longer than four tokens")) > 10
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="other systems have no such names")
-def test_a_folder_may_have_a_name_that_is_no_utf_8(folder: Path) -> None:
-    """The library cannot be given such a name, and the file was called unreadable."""
-    renamed = folder.rename(os.fsdecode(os.fsencode(folder) + b"\xff"))
-    assert Tokenizer.load(renamed).encode("Once upon a time")
-
-
-def test_a_folder_without_settings_still_knows_its_first_token(folder: Path) -> None:
-    shutil.rmtree(folder / SETTINGS, ignore_errors=True)
-    (folder / SETTINGS).unlink(missing_ok=True)
-    tokenizer = Tokenizer.load(folder)
-    assert tokenizer.adds_bos and tokenizer.bos_token_id == tokenizer.encode("")[0]
-
-
-def test_templates_see_what_transformers_gives_them(folder: Path) -> None:
-    (folder / TEMPLATE).write_text("{% if tools is not none %}TOOLS{% endif %}{% generation %}x{% endgeneration %}")
-    assert Tokenizer.load(folder).apply_chat_template([]) == "x"
 
 
 def test_surrogates_are_found_without_a_loop(folder: Path) -> None:
