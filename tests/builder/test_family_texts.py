@@ -12,12 +12,11 @@ import numpy as np
 import pytest
 import torch
 from bundling import resigned
-from checkpoints import VOCAB_SIZE, edit_weights, write_tokenizer
+from checkpoints import VOCAB_SIZE, edit_weights
 from families import CASES, COMPARED, expected_logits, write_family
 from lowbit import greedy_texts
 from steps import noted, quiet
-from tokenizers import Tokenizer as TokenizerJson
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM
 
 from draftwood.builder.checkpoints.checkpoint import Checkpoint
 from draftwood.builder.head.train import train_head
@@ -25,16 +24,12 @@ from draftwood.builder.head.training import HeadTraining
 from draftwood.builder.options import BuildOptions
 from draftwood.builder.pipeline import build
 from draftwood.cli.inspect import describe
-from draftwood.models.errors import BundleError, ConfigError, RequestError
-from draftwood.runtime import LLM, SamplingParams, SpeculativeConfig
+from draftwood.models.errors import BundleError, ConfigError
+from draftwood.runtime import SpeculativeConfig
 from draftwood.runtime.bundle.bundle import EngineBundle
 from draftwood.runtime.engines.passes import prefill
-from draftwood.runtime.text.tokenizer import SETTINGS, TOKENIZER, Tokenizer
+from draftwood.runtime.text.tokenizer import Tokenizer
 
-TEMPLATE = (
-    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
 COMMON = ("Mistral, window", "Qwen2", "Qwen3", "SmolLM3", "Granite", "Phi3, partial rotation")
 
 
@@ -158,44 +153,3 @@ def test_a_head_for_a_family_with_two_vocabularies(tmp_path: Path) -> None:
     assert table.columns[0]._cells.count("added to LLaMA's layer") == 1
     config = SpeculativeConfig("chain", max_draft_len=4, stop_rule="specdec++", budget="fixed")
     assert greedy_texts(options.output, config, ["the cat"], 16) == greedy_texts(options.output, None, ["the cat"], 16)
-
-
-def test_a_conversation_with_a_model_of_qwen_s_kind(tmp_path: Path) -> None:
-    """No BOS, added tokens behind the base vocabulary, a padding token, two ends of text, and rows that no token has:
-    the answer is the one that transformers generates."""
-    folders = tmp_path / "target", tmp_path / "draft"
-    for folder, noise, size in zip(folders, (0.0, 0.1), (304, 320), strict=True):
-        with_rows(write_family(folder, "Qwen3", noise, vocab_size=320), size, size)
-        backend = TokenizerJson.from_file(str(write_tokenizer(folder, add_bos=False) / TOKENIZER))
-        backend.add_special_tokens(["<|im_start|>", "<|im_end|>", "<|endoftext|>"])
-        backend.add_tokens(["<think>", "</think>"])
-        backend.save(str(folder / TOKENIZER))
-        settings = {
-            "bos_token": None,
-            "eos_token": "<|im_end|>",
-            "pad_token": "<|endoftext|>",
-            "chat_template": TEMPLATE,
-        }
-        (folder / SETTINGS).write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"} | settings))
-        vocabulary = backend.get_vocab()
-        ends = [vocabulary[token] for token in ("<|im_end|>", "<|endoftext|>", "</s>", *"aehinorst")]
-        (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": ends, "do_sample": False}))
-    options = BuildOptions(*folders, tmp_path / "bundle", "native", "fp32", draft_precision="fp32")
-    assert build(options, quiet).manifest.eos_token_ids == tuple(sorted(ends))
-    reference = PreTrainedTokenizerFast.from_pretrained(folders[0])
-    model: Any = AutoModelForCausalLM.from_pretrained(folders[0], dtype=torch.float32)
-    finished = set()
-    with LLM(options.output) as llm:
-        for content in ("the cat", "hello <|im_end|>", "x y z", "<think>"):
-            messages: Any = [{"role": "user", "content": content}]
-            result = llm.chat(messages, SamplingParams(max_tokens=40, temperature=0))[0]
-            prompt = reference.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
-            assert llm.encode_chat(messages) == prompt
-            mask = torch.ones(1, len(prompt), dtype=torch.int64)
-            settings_of = {"max_new_tokens": 40, "attention_mask": mask, "pad_token_id": ends[1]}
-            generated = model.generate(torch.tensor([prompt]), **settings_of)[0, len(prompt) :].tolist()
-            assert generated == list(result.token_ids)
-            finished.add(result.finish_reason)
-            with pytest.raises(RequestError, match="empty"):
-                llm.generate("")
-    assert "stop" in finished

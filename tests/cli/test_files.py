@@ -34,14 +34,6 @@ def test_no_input_is_replaced(name: str, tiny_bundle: Path, tmp_path: Path, caps
         assert REFUSED in capsys.readouterr().err and output.read_bytes() == before
 
 
-def test_a_schema_is_not_replaced(tiny_bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    schema = tmp_path / "schema.json"
-    schema.write_text('{"type": "integer"}')
-    options = ["--prompt", "x", "--json-schema", str(schema), "--explain", str(schema)]
-    assert main(["generate", str(tiny_bundle), *options]) == 2
-    assert REFUSED in capsys.readouterr().err and schema.read_text() == '{"type": "integer"}'
-
-
 def test_a_check_leaves_a_link_to_a_file_that_is_still_to_come(tmp_path: Path) -> None:
     link = tmp_path / "link.html"
     link.symlink_to(tmp_path / "page.html")

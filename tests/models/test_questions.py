@@ -18,10 +18,3 @@ def test_every_form_is_filled() -> None:
         for form in [] if kind in PAIRED else found:
             filled = fill(form, banks, random.Random(0), dict.fromkeys(GIVEN, "x"))
             assert not PLACEHOLDER.search(filled), form
-
-
-def test_a_signature_names_what_it_shall_do() -> None:
-    banks = {"deed": ["returns the sum of a list of numbers"]}
-    assert fill("{deed_name}: {deed}", banks, random.Random(0)) == (
-        "returns_sum_list_numbers: returns the sum of a list of numbers"
-    )

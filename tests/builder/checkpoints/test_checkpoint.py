@@ -41,12 +41,6 @@ def refused(folder: Path, message: str) -> None:
         Checkpoint(folder)
 
 
-def test_tensors_keep_their_stored_dtype(tmp_path: Path) -> None:
-    for dtype in ("float32", "float16", "bfloat16"):
-        checkpoint = Checkpoint(write_checkpoint(tmp_path / dtype, dtype=dtype))
-        assert checkpoint.tensor(NAME).dtype.name == dtype
-
-
 def test_weights_that_change_while_they_are_read_are_refused(folder: Path) -> None:
     checkpoint = Checkpoint(folder)
     before = np.array(checkpoint.tensor(NAME))
@@ -214,11 +208,3 @@ def test_pickled_weights_are_refused_unopened(folder: Path, sharded: Path, tmp_p
     edit_json(sharded / INDEX, lambda index: index["weight_map"].update({NAME: "pytorch_model.bin"}))
     refused(sharded, r"pytorch_model\.bin is not a readable safetensors file")
     assert not trace.exists()
-
-
-def test_links_of_a_hub_cache_are_followed(sharded: Path, tmp_path: Path) -> None:
-    """There every file of the folder is a link to a blob elsewhere."""
-    for file in list(sharded.glob("*.safetensors")):
-        blob = file.rename(tmp_path / file.stem)
-        file.symlink_to(blob)
-    assert Checkpoint(sharded).tensor(NAME).shape == (16, 32)

@@ -5,85 +5,18 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import gguf
 import numpy as np
 import pytest
 from adapters import write_adapter
-from bundling import built
-from checkpoints import write_checkpoint, write_tokenizer
+from checkpoints import write_checkpoint
 from gguf import GGMLQuantizationType as Kind
 from gguf_files import write_gguf
-from numpy.typing import NDArray
-from steps import quiet
 
 from draftwood.builder.checkpoints.checkpoint import Checkpoint
-from draftwood.builder.options import BuildOptions
-from draftwood.builder.pipeline import build
 from draftwood.builder.quantization.formats import FORMATS, QuantizedCheckpoint
 from draftwood.models.layers import HEAD_WEIGHT, network_of
-from draftwood.plugins.native.packing import PANEL
-from draftwood.runtime import LLM, SamplingParams
-from draftwood.runtime.engines.native.weights import read_weights
 
 SHAPE: dict[str, Any] = {"hidden_size": 128, "intermediate_size": 160, "num_attention_heads": 8}
-GREEDY = SamplingParams(temperature=0.0, max_tokens=24)
-
-
-def write_pair(root: Path) -> dict[str, Path]:
-    """A target and a draft, each as a folder and as a file."""
-    paths: dict[str, Path] = {}
-    for seed, role in enumerate(("target", "draft")):
-        folder = write_checkpoint(root / role, seed=seed, hidden_size=64, intermediate_size=96)
-        write_tokenizer(folder)
-        paths |= {role: folder, f"{role}.gguf": write_gguf(folder, root / f"{role}.gguf")}
-    return paths
-
-
-def test_files_and_folders_mix_and_write_the_same_text(tmp_path: Path) -> None:
-    """A file of fp32 numbers is its folder: the same bundles, speculative text that is plain text."""
-    paths = write_pair(tmp_path)
-    texts = set()
-    for number, (target, draft) in enumerate((("target.gguf", "draft"), ("target", "draft.gguf"))):
-        bundle = built(paths[target], paths[draft], tmp_path / f"bundle{number}")
-        for speculative in ("own", None):
-            with LLM(bundle) if speculative else LLM(bundle, None) as llm:
-                texts.add(tuple(llm.generate([1, 9, 40, 7], GREEDY)[0].token_ids))
-    assert len(texts) == 1 and len(texts.pop()) > 8
-
-
-def unpacked(panels: NDArray[np.uint8], rows: int) -> NDArray[np.int8]:
-    """[panels, K / 4, 16, 4] of a file -> signed codes [rows, K]."""
-    codes = panels.transpose(0, 2, 1, 3).reshape(len(panels) * PANEL, -1)[:rows]
-    return (codes.astype(np.int16) - 128).astype(np.int8)
-
-
-def in_rows(panels: NDArray[np.uint16], rows: int) -> NDArray[np.float16]:
-    """Scales [panels, blocks, 16] -> [rows, blocks]."""
-    return panels.transpose(0, 2, 1).reshape(len(panels) * PANEL, -1)[:rows].view(np.float16)
-
-
-def test_a_native_bundle_has_the_files_own_codes(tmp_path: Path) -> None:
-    """Of Q8_0: every code and every scale, in blocks of 32 inputs, rows of queries and keys back in their order."""
-    folder = write_checkpoint(tmp_path / "folder", num_key_value_heads=2, tie_word_embeddings=True, **SHAPE)
-    write_tokenizer(folder)
-    file = write_gguf(folder, tmp_path / "model.gguf", Kind.Q8_0)
-    build(BuildOptions(file, file, tmp_path / "bundle", "native", "int8"), quiet)
-    with LLM(tmp_path / "bundle", None) as llm:
-        spec = llm.bundle.manifest.engines["target"]
-        assert len(llm.generate([1, 9, 40], GREEDY)[0].token_ids) > 4
-    weights = read_weights(tmp_path / "bundle" / spec.file, spec)
-    content = {tensor.name: tensor.data for tensor in gguf.GGUFReader(file).tensors}
-    names = {"output": "attn_output", "down": "ffn_down"}
-    for layer in range(2):
-        for ours, theirs in names.items():
-            blocks = content[f"blk.{layer}.{theirs}.weight"].reshape(128, -1, 34)
-            codes, scales = blocks[..., 2:].view(np.int8).reshape(128, -1), blocks[..., :2].copy().view(np.float16)
-            inputs = codes.shape[1]
-            found = unpacked(weights[f"layers.{layer}.{ours}.weights"], 128)
-            np.testing.assert_array_equal(found[:, :inputs], codes)
-            assert not found[:, inputs:].any()
-            scale = in_rows(weights[f"layers.{layer}.{ours}.scales"], 128)
-            np.testing.assert_array_equal(scale[:, : inputs // 32], scales[..., 0])
 
 
 KEPT = [

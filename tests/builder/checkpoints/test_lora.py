@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import packers
 import pytest
 import torch
 from adapters import PREFIX, save_adapter, write_adapter
@@ -99,16 +98,6 @@ def test_modules_and_biases_that_were_trained_whole(tmp_path: Path) -> None:
     expected = (head.double() + 2 * (second @ first)).numpy()
     np.testing.assert_allclose(checkpoint.tensor("lm_head.weight"), expected, rtol=2e-6, atol=2e-6)
     assert checkpoint.notes[0].endswith("(matrices changed: 3, tensors replaced: 2)")
-
-
-def test_an_adapter_of_a_quantised_model(plain: Path, tmp_path: Path) -> None:
-    """As QLoRA trains it: the change is added to the dequantised weight."""
-    folder = Path(shutil.copytree(plain, tmp_path / "packed"))
-    config = {"quant_method": "gptq", "bits": 4, "group_size": 16, "desc_act": False}
-    packers.pack_checkpoint(folder, plain, config, packers.gptq)
-    tensors = write_adapter(tmp_path / "lora", plain)
-    weight = Checkpoint(folder, tmp_path / "lora").tensor(f"{Q}.weight")
-    np.testing.assert_allclose(weight, merged(plain, tensors, Q, 2), rtol=2e-6, atol=2e-6)
 
 
 def test_engines_of_merged_models_compute_what_transformers_does(

@@ -8,7 +8,6 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from threading import Event, Thread
 
 import pytest
 from bundling import DEMO, optional
@@ -134,32 +133,6 @@ def test_surrogates_are_found_without_a_loop(folder: Path) -> None:
     with pytest.raises(RequestError, match="surrogate"):
         tokenizer.encode(Unbroken("\ud83d"))
     assert tokenizer.encode(Unbroken("a\u00e9")) == tokenizer.encode("a\u00e9")
-
-
-def test_other_threads_run_while_a_text_is_encoded(folder: Path) -> None:
-    """A thread takes Python's lock from another one only where that one gives it away: here, in the library."""
-    tokenizer, interval = Tokenizer.load(folder), sys.getswitchinterval()
-
-    def runs_beside() -> bool:
-        begun, ended = Event(), Event()
-
-        def encode() -> None:
-            begun.set()
-            tokenizer.encode("several words and 7 other things " * 10_000)
-            ended.set()
-
-        thread = Thread(target=encode)
-        thread.start()
-        begun.wait()
-        beside = not ended.is_set()
-        thread.join()
-        return beside
-
-    sys.setswitchinterval(3600)
-    try:
-        assert any(runs_beside() for _ in range(20))  # a busy machine may wake this thread too late
-    finally:
-        sys.setswitchinterval(interval)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs /proc and fork")

@@ -70,9 +70,11 @@ def converted(
     return train(source, request.param), convert_tokenizer(source, destination)
 
 
-@pytest.mark.parametrize(
-    "text", ["", " ", "Lily", "  two  spaces ", "tab\tnew\nline", "🙂 naïve 漢字", "x = 12345", "▁literal", "a▁b"]
-)
+ODD = ["", " ", "  two  spaces ", "tab\tnew\nline", "🙂 naïve 漢字", "x = 12345", "▁literal", "a▁b"]
+
+
+@settings(max_examples=60)
+@given(text=st.text("abcdefghilnoprstuy .,12\n🙂é", max_size=40) | st.sampled_from(ODD))
 def test_conversion_encodes_as_sentencepiece_does(
     converted: tuple[sentencepiece.SentencePieceProcessor, Tokenizer], text: str
 ) -> None:
@@ -81,15 +83,6 @@ def test_conversion_encodes_as_sentencepiece_does(
     assert ours.encode(text, add_special_tokens=False) == expected
     assert ours.encode(text) == [theirs.bos_id(), *expected]
     assert ours.decode(expected) == theirs.decode(expected)
-
-
-@settings(max_examples=60)
-@given(text=st.text("abcdefghilnoprstuy .,12\n🙂é", max_size=40))
-def test_conversion_agrees_on_any_text(
-    converted: tuple[sentencepiece.SentencePieceProcessor, Tokenizer], text: str
-) -> None:
-    theirs, ours = converted
-    assert ours.encode(text, add_special_tokens=False) == theirs.encode(text)
 
 
 def test_a_tokenizer_without_begin_of_text_stays_without(tmp_path: Path) -> None:
