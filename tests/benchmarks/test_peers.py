@@ -13,7 +13,6 @@ from typing import Any
 
 import fake_aiperf
 import fake_completions
-import fake_llama_server
 import pytest
 from bundling import ROOT
 
@@ -22,8 +21,6 @@ from benchmarks.load.serving.servers import LLAMA_CPP, OURS, Server
 from benchmarks.peers import comparison, process, run
 from benchmarks.peers.figures import MethodKey, MethodRun, make_row, share_of_same_texts, summarise
 from benchmarks.peers.process import PROGRAMS, Entry, PeerError, PeerProcess, make_command
-from benchmarks.peers.programs.ik_llama_cpp import UNKNOWN, IkLlamaCpp
-from benchmarks.peers.programs.llama_cpp import LlamaCpp
 from benchmarks.peers.protocol import PLAIN, Generation, PeerOptions
 from benchmarks.tools.pair import SIZES, write_pair
 from draftwood.runtime.text.tokenizer import Tokenizer
@@ -188,32 +185,6 @@ def test_medians_quartiles_and_ratios_and_one_different_token() -> None:
         drifted = [*runs[plain][:2], *runs_of(1, tokens=tokens)]
         drifted[2] = drifted[2]._replace(repeat=2)
         assert share_of_same_texts(drifted, runs[plain]) < 1 == share_of_same_texts(runs[plain], runs[plain])
-
-
-# llama.cpp, over servers that only count
-
-
-@pytest.mark.parametrize("kind", [LlamaCpp, IkLlamaCpp])
-def test_llama_cpp_quantises_and_writes_texts(
-    kind: type[LlamaCpp], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pair, work = tmp_path / "pair", tmp_path / ("ik_llama.cpp" if kind is IkLlamaCpp else "llama.cpp")
-    for folder in (pair / "target", pair / "draft", pair / "draft-full", work / "build" / "bin"):
-        folder.mkdir(parents=True)
-    source = f"#!{sys.executable}\n{Path(fake_llama_server.__file__).read_text(encoding='utf-8')}"
-    for name in ("llama-server", "llama-quantize"):
-        (work / "build" / "bin" / name).write_text(source, encoding="utf-8")
-        (work / "build" / "bin" / name).chmod(0o755)
-    monkeypatch.setattr(kind, "_converter", lambda self: [sys.executable, fake_llama_server.__file__])
-    program = kind(PeerOptions(pair, "int4", work, 1, (3,)))
-    files = {file.name: file.read_text(encoding="utf-8") for file in work.glob("models/*/*")}
-    assert files["target.gguf"].endswith("of target") and files["draft.gguf"].endswith("of draft-full")
-    assert program.generate(PLAIN, [[5, 10]], 3).texts == [[11, 12, 13]]
-    together = program.generate("draft:3", [[10], [20], [30]], 2)
-    # The text of ik_llama.cpp's second answer lacks a token.
-    assert together.texts == [[11, 12], [21, UNKNOWN if kind is IkLlamaCpp else 22], [31, 32]]
-    assert together.counters["accepted"] == 3 and together.num_tokens == 6
-    program.close()
 
 
 # Load on servers

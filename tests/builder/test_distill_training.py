@@ -25,7 +25,7 @@ from draftwood.builder.distillation.batches import Batch, pack
 from draftwood.builder.distillation.card import Origin, origin_of
 from draftwood.builder.distillation.draft import Report, write_draft
 from draftwood.builder.distillation.loss import distillation_loss, estimate, overlap, reachable
-from draftwood.builder.distillation.network import DraftNetwork, draft_config, initialise, principal
+from draftwood.builder.distillation.network import DraftNetwork, draft_config, initialise
 from draftwood.builder.distillation.options import DistillOptions
 from draftwood.builder.distillation.training import Schedule, Trainer
 from draftwood.cli.main import main
@@ -62,15 +62,6 @@ def test_a_text_does_not_see_the_others_of_its_sequence(target: Path) -> None:
     packed, alone = (network(next(pack(some, 1, length))) for some, length in ((texts, 57), (texts[1:2], 19)))
     counts = [int((text.kinds[1:] > 0).sum()) for text in texts]
     torch.testing.assert_close(packed[counts[0] : counts[0] + counts[1]], alone, rtol=1e-4, atol=1e-4)
-
-
-def test_principal_directions_keep_distances() -> None:
-    """An embedding of a lower rank is kept as it is, up to rotation and its mean."""
-    rng = np.random.default_rng(0)
-    rows = (rng.normal(size=(50, 4)) @ rng.normal(size=(4, 16))).astype(np.float32)
-    found = principal(rows, 6)
-    distances = [np.linalg.norm(each[:, None] - each[None], axis=-1) for each in (rows, found)]
-    np.testing.assert_allclose(distances[0], distances[1], atol=1e-3)
 
 
 # Training

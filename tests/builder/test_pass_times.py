@@ -10,7 +10,7 @@ import pytest
 from fakes import FakeEngine, random_model
 from steps import quiet
 
-from draftwood.builder.pass_times import Pair, filled_cache, interpolated, measure_after, smoothed, spread, thinned_out
+from draftwood.builder.pass_times import Pair, filled_cache, interpolated, measure_after, smoothed, thinned_out
 from draftwood.builder.profile import ROUNDS, TURNS, measure, measure_host
 from draftwood.models.bindings import DRAFT, ROLES, TARGET
 from draftwood.models.errors import EngineError
@@ -45,10 +45,6 @@ def test_draft_passes_behind_another_one_are_measured_apart(monkeypatch: pytest.
     costs = measure(Pair(engines, 200, {}), quiet, (64,), repeats=3)
     assert costs.draft is not None and costs.further is not None
     assert {*costs.draft.seconds[0]} == {0.2} and {*costs.further.seconds[0]} == {0.1}
-
-
-def test_how_far_repeats_spread() -> None:
-    assert spread([2.0]) == 1 and spread([4.0, 1.0, 2.0, 3.0, 1.0]) == 3
 
 
 def test_what_rows_cost_does_not_depend_on_the_minute_of_their_measurement(monkeypatch: pytest.MonkeyPatch) -> None:

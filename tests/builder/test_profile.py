@@ -183,26 +183,26 @@ def test_a_table_that_a_busy_machine_gave_is_told(
     assert json.loads(shown)["spread"] > 1 and ("The machine was busy" in error) == told
 
 
-def test_a_table_of_another_bundle_is_noticed(bundle: Path, no_bos_bundle: Path) -> None:
-    """Of one architecture: a table that fits would not show it."""
-    machine = fingerprint(EngineBundle.open(no_bos_bundle).manifest, "cpu", 0, 0)
-    write_costs(replace(table(), machine=machine), bundle)
-    with LLM(bundle) as llm:
-        assert len(llm.stale_costs) == 1 and llm.stale_costs[0].startswith("bundle ")
-
-
 def test_a_damaged_table_is_one_clear_line(bundle: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (bundle / COSTS).write_text("{}")
     assert main(["generate", str(bundle), "--prompt", "hello", "--max-tokens", "4"]) == 2
     assert "draftwood profile" in capsys.readouterr().err
 
 
-def test_costs_from_another_machine_are_noticed(
-    bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+def test_costs_of_another_bundle_or_machine_are_noticed(
+    bundle: Path,
+    no_bos_bundle: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     async def served(*_: object) -> bool:
         return True
 
+    other = fingerprint(EngineBundle.open(no_bos_bundle).manifest, "cpu", 0, 0)  # of one architecture
+    write_costs(replace(table(), machine=other), bundle)
+    with LLM(bundle) as llm:
+        assert len(llm.stale_costs) == 1 and llm.stale_costs[0].startswith("bundle ")
     foreign = {**fingerprint(EngineBundle.open(bundle).manifest, "cpu", 0, 0), "processor": "abacus"}
     write_costs(replace(table(), machine=foreign), bundle)
     with LLM(bundle) as llm:
