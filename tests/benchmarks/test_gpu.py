@@ -34,7 +34,11 @@ from draftwood.runtime.engines.static.round import Round, TextPlace
 from draftwood.runtime.engines.static.rounds import StaticRounds
 
 NEEDS_CUDA = {"headline: transformers, compiled", "headline: where the time goes"}
-WRONG = {"accepted": (), "num_scored": 0, "written": [5]}  # what a device writes that computes something else
+WRONG: dict[str, Any] = {
+    "accepted": (),
+    "num_scored": 0,
+    "written": [5],
+}  # what a device writes that computes something else
 Queue = Callable[[Callable[[], None], int], None]
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import onnx
 import pytest
 from checkpoints import write_checkpoint
-from compiling import options
+from compiling import COLUMNS, options
 from steps import counted, failing, quiet
 
 from draftwood.builder.checkpoints.checkpoint import Checkpoint
@@ -23,7 +23,7 @@ from draftwood.builder.engines import graph
 from draftwood.builder.engines import plan as compile_module
 from draftwood.builder.engines import tensorrt as tensorrt_builder
 from draftwood.builder.engines.export import export
-from draftwood.builder.engines.plan import check_compiler, compile_plan
+from draftwood.builder.engines.plan import check_compiler, compile_plan, profiles
 from draftwood.builder.progress import Step
 from draftwood.builder.quantization.formats import FORMATS, QuantizedCheckpoint
 from draftwood.models import bindings
@@ -205,6 +205,15 @@ def test_what_tensorrt_cannot_compile_is_refused_in_its_words(checkpoints: Any, 
     )
     with pytest.raises(ConfigError, match=r"cannot compile the draft: .*Mystery"):
         compile_plan(tmp_path / "draft.onnx", tmp_path / "plan", checkpoints("gqa").config, options(), quiet)
+
+
+def test_profiles_span_rows_columns_and_scored_rows() -> None:
+    (tree, wide) = profiles(options())
+    assert tuple(tree["input_ids"]) == ((1, 1), (1, 4), (1, 16))
+    assert tuple(tree["tree_mask"]) == ((1, 1, 1), (1, 4, 4), (1, 16, COLUMNS))
+    assert tuple(wide["output_rows"]) == ((1,), (32,), (32,))
+    assert tuple(wide["sequences"]) == ((1, 4), (1, 4), (1, 4))
+    assert tuple(profiles(options(max_batch=8, plugin=True))[0]["sequences"]) == ((8, 4), (8, 4), (8, 4))
 
 
 def test_the_builder_has_the_workspace_limit_and_a_plan_allocates_nothing_while_it_runs() -> None:

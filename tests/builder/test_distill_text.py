@@ -32,7 +32,7 @@ from draftwood.builder.distillation.state import (
     locked,
 )
 from draftwood.builder.distillation.target import TextTarget, TopSelector, compile_target
-from draftwood.builder.distillation.text import LOOPS, fingerprint, is_repeating
+from draftwood.builder.distillation.text import LOOPS, TextWriter, fingerprint, is_repeating
 from draftwood.models.errors import ConfigError
 from draftwood.runtime.engines.passes import causal_batch
 from draftwood.runtime.sampling.softmax import NumpySoftmax
@@ -206,6 +206,14 @@ def test_a_killed_writer_loses_nothing_that_was_finished(target: Path, tmp_path:
         process.wait()
         told += [int(line) for line in process.stdout.read().split()]
     state = tmp_path / "draft.state"
+    bundle, store = (
+        compile_target(Checkpoint(target), state / "target", quiet),
+        TextStore(state / "texts", 320, COLUMNS),
+    )
+    with Tokenizer.load(state / "target") as tokenizer, TextTarget(bundle, 2, 1) as engine:
+        store = TextStore(state / "texts", 320, COLUMNS)
+        writer = TextWriter(engine, layout_of(tokenizer), store, requests=2, limits=LIMITS)
+        assert next(writer.write(lambda: False)).texts == 1
     before = texts_of(state)
     assert len(before) >= told[-1]
     (state / "text.json").write_text('{"seconds": 0}')

@@ -12,6 +12,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import onnx
+import onnxruntime
 import pytest
 from bundling import DEMO
 from checkpoints import edit_weights, write_checkpoint
@@ -142,8 +143,7 @@ def test_engines_compute_with_exactly_the_oracles_weights(
     shape: str, precision: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With fp32 activations an engine agrees with torch on the dequantised weights as closely as an fp32 engine does;
-    with rounded ones, its own arithmetic, it stays near. Every matrix has a low-bit kernel, and weights may stand
-    beside the graph."""
+    with rounded ones, its own arithmetic, it stays near. Weights may stand beside the graph."""
     monkeypatch.setattr(graph, "EXTERNAL_DATA_BYTES", 0 if shape == "tied" else 10**9)
     folder = DEMO / "draft" if shape == "demo draft" else write_checkpoint(tmp_path / "checkpoint", shape)
     weights = held(folder, "onnxruntime", precision)
@@ -152,8 +152,6 @@ def test_engines_compute_with_exactly_the_oracles_weights(
         difference = largest_difference(engine, score_rows(weights.tensor, weights.config, rows_of(engine.spec)))
         assert 0 < difference < limit
     assert difference > 1e-4  # rounding happens
-    kinds = [node.op_type for node in onnx.load(tmp_path / "draft.onnx").graph.node]
-    assert kinds.count("MatMulNBits") == 4 * weights.config.num_layers + 1 and "MatMul" not in kinds
     assert (tmp_path / "draft.onnx.data").exists() == (shape == "tied")
 
 
@@ -190,6 +188,18 @@ def test_parity_sees_what_is_no_number(tmp_path: Path) -> None:
     assert np.isfinite(RoundedCheckpoint(Checkpoint(folder), "bf16").tensor(name)).all()
     with pytest.raises(CheckpointError, match=f"{name} has weights too large for fp16: build with --precision bf16"):
         RoundedCheckpoint(Checkpoint(folder), "fp16").tensor(name)
+
+
+@pytest.mark.parametrize("precision", bindings.INTEGERS)
+def test_onnx_runtime_takes_its_low_bit_kernel_for_every_matrix(precision: str, tmp_path: Path) -> None:
+    open_engine(DEMO / "target", "onnxruntime", precision, tmp_path / "target.onnx")
+    options = onnxruntime.SessionOptions()
+    options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_ENABLE_EXTENDED
+    options.optimized_model_filepath = str(tmp_path / "optimized.onnx")
+    options.log_severity_level = 3
+    onnxruntime.InferenceSession(str(tmp_path / "target.onnx"), options)
+    kinds = [node.op_type for node in onnx.load(tmp_path / "optimized.onnx").graph.node]
+    assert kinds.count("MatMulNBits") == 4 * 4 + 1 and "MatMul" not in kinds
 
 
 def test_only_matrices_are_rounded_and_a_tied_embedding_is_kept(tmp_path: Path) -> None:

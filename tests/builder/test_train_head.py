@@ -74,6 +74,11 @@ def test_texts_of_a_padded_batch_are_those_the_target_writes_alone(pair: tuple[L
         torch.testing.assert_close(p[row], alone, rtol=0, atol=2e-4)
 
 
+def test_greedy_texts_follow_the_best_token(pair: tuple[Llama, Llama]) -> None:
+    responses = sample_responses(pair[0], [[1, 5, 9]], EOS, 8, 0.0, seeded())
+    assert torch.equal(responses.x, responses.p.argmax(-1))
+
+
 def test_nothing_counts_behind_the_end_of_text(pair: tuple[Llama, Llama]) -> None:
     even = range(0, pair[0].config.vocab_size, 2)
     responses = sample_responses(pair[0], [[1, 5], [1, 6, 7], [1, 8]], even, 20, 1.0, seeded())

@@ -9,6 +9,7 @@ import pty
 import re
 import subprocess
 import sys
+from importlib.metadata import version
 from io import StringIO
 from pathlib import Path
 
@@ -57,6 +58,14 @@ def test_build_inspect_generate(tiny_pair: Path, tmp_path: Path, capsys: pytest.
     assert main(["generate", str(bundle), "--prompt", "hello", "--speculative", "budget=fixed", *GREEDY]) == 0
     text, summary = capsys.readouterr()
     assert text.endswith("\n") and "acceptance" in summary
+
+
+def test_the_version_names_the_backends(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["--version"])
+    own, onnxruntime = version("draftwood"), version("onnxruntime")
+    assert ended.value.code == 0
+    assert capsys.readouterr().out.startswith(f"draftwood {own} with onnxruntime {onnxruntime}")
 
 
 def test_a_build_chooses_its_backend_and_says_so(

@@ -47,7 +47,7 @@ def save_adapter(folder: Path, tensors: dict[str, torch.Tensor], settings: Mappi
     folder.mkdir(parents=True, exist_ok=True)
     save_file(tensors, folder / WEIGHTS)
     # What peft 0.21 writes of an adapter with its default settings.
-    absent = (
+    absent: tuple[str, ...] = (
         "alora_invocation_tokens",
         "arrow_config",
         "auto_mapping",

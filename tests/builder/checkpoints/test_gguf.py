@@ -118,7 +118,7 @@ def test_a_file_of_a_llama_says_what_its_folder_says(shape: str, tmp_path: Path)
     """transformers does not read llama3's and linear rope scaling from GGUF."""
     folder = write_tokenizer(write_checkpoint(tmp_path / "folder", shape))
     found, expected = Checkpoint(write_gguf(folder, tmp_path / "model.gguf")), Checkpoint(folder)
-    same = {"rope_scaling": None, "norm_eps": 1e-5}
+    same: dict[str, Any] = {"rope_scaling": None, "norm_eps": 1e-5}
     assert replace(found.config, **same) == replace(expected.config, **same)
     assert found.config.norm_eps == np.float32(1e-5)
     np.testing.assert_allclose(inverse_frequencies(found.config), inverse_frequencies(expected.config), rtol=1e-6)
@@ -279,6 +279,7 @@ def test_two_rope_scalings_are_refused(
     [
         ("general.architecture", None, "lacks general.architecture; convert the model again"),
         ("llama.block_count", None, "lacks llama.block_count; convert the model again"),
+        ("llama.context_length", None, "lacks llama.context_length; convert the model again"),
         ("llama.attention.sliding_window", 512, "sliding_window"),
         ("llama.expert_count", 8, "mixtures of experts are not supported"),
         ("llama.rope.dimension_count", 4, r"rope.dimension_count is 4 of 8: LlamaForCausalLM rotates whole heads"),

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import sentencepiece
 from adapters import write_adapter
+from bundling import built
 from checkpoints import write_checkpoint, write_tokenizer
 from gguf import GGMLQuantizationType as Kind
 from gguf_files import edited, write_gguf
@@ -28,6 +29,7 @@ from draftwood.builder.quantization.formats import FORMATS, QuantizedCheckpoint
 from draftwood.builder.tokenizer import SENTENCEPIECE, check_same_vocabulary, convert_tokenizer
 from draftwood.models.errors import CheckpointError
 from draftwood.models.layers import HEAD_WEIGHT, network_of
+from draftwood.runtime import LLM, SamplingParams
 from draftwood.runtime.text.tokenizer import SETTINGS, TEMPLATE, TOKENIZER, Tokenizer
 
 SHAPE: dict[str, Any] = {"hidden_size": 128, "intermediate_size": 160, "num_attention_heads": 8}
@@ -59,6 +61,30 @@ def test_blocks_that_a_format_holds_are_not_rounded_twice(
                 kept = view.tensor(HEAD_WEIGHT if "embed" in name else name)[: shape[0], : shape[1]]
                 step = np.abs(model.tensor(name)).max() / 127 if "embed" in name and kind == Kind.Q4_1 else 0
                 np.testing.assert_allclose(kept, model.tensor(name), rtol=0, atol=step)
+
+
+def test_a_file_and_its_folder_write_the_same_text(tmp_path: Path) -> None:
+    folder = write_tokenizer(write_checkpoint(tmp_path / "folder", hidden_size=64, intermediate_size=96))
+    file, texts = write_gguf(folder, tmp_path / "model.gguf"), []
+    for number, pair in enumerate(((file, folder), (folder, file))):
+        with LLM(built(*pair, tmp_path / f"bundle{number}")) as llm:
+            texts.append(llm.generate([1, 9, 40, 7], SamplingParams(temperature=0, max_tokens=24))[0].token_ids)
+    assert texts[0] == texts[1]
+
+
+@pytest.mark.parametrize(
+    ("kind", "backend", "precision"),
+    [(Kind.Q4_1, "onnxruntime", "int4"), (Kind.Q8_0, "native", "int4"), (Kind.Q4_1, "native", "int8")],
+)
+def test_blocks_of_another_form_are_rounded_by_the_format(
+    kind: Kind, backend: str, precision: str, tmp_path: Path
+) -> None:
+    checkpoint = Checkpoint(write_gguf(write_checkpoint(tmp_path / "folder", **SHAPE), tmp_path / "model.gguf", kind))
+    form = FORMATS[backend, precision]
+    view = QuantizedCheckpoint(checkpoint, form)
+    name = network_of(view.config).layers[0].output.weights[0]
+    expected = form.quantize(name, checkpoint.tensor(name).astype(np.float32))
+    np.testing.assert_array_equal(view.tensor(name), expected.dequantized())
 
 
 def test_blocks_that_an_adapter_leaves_alone_are_kept(tmp_path: Path) -> None:

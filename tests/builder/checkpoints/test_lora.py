@@ -199,10 +199,7 @@ ROWS = torch.zeros(4, 32)
         ({f"{PREFIX}{Q}.lora_B.weight": None}, rf"{Q}\.lora_B\.weight is missing; the adapter is incomplete"),
         ({f"{OF_HEAD}.weight": torch.zeros(300, 32)}, r"has shape \(300, 32\), the model's has \(288, 32\)"),
         ({f"{OF_HEAD}.weight": torch.zeros(288, 32).char()}, "is I8; use an fp32, fp16 or bf16 adapter"),
-        (
-            {f"{OF_HEAD}{part}.weight": torch.zeros(288, 32) for part in ("", ".base_layer")},
-            "holds a tensor twice",
-        ),
+        ({f"{OF_HEAD}{part}.weight": torch.zeros(288, 32) for part in ("", ".base_layer")}, "holds a tensor twice"),
     ],
 )
 def test_tensors_that_are_too_many_missing_or_of_another_model_are_refused(

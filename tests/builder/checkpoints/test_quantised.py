@@ -95,7 +95,7 @@ def test_a_zero_point_of_nought_borrows_from_the_next_one(tmp_path: Path) -> Non
     for version, words in (("gptq_v2", zeros), ("gptq", zeros - np.uint32(0x11111111))):
         folder = saved(tmp_path / version, changed(matrix, qzeros=torch.from_numpy(words.view(np.int32))))
         found.append(opened(folder, GPTQ | {"checkpoint_format": version}).tensor("m.weight"))
-    np.testing.assert_array_equal(*found)
+    np.testing.assert_array_equal(found[0], found[1])
 
 
 def test_modules_of_two_schemes(tmp_path: Path) -> None:

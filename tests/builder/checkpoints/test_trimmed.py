@@ -131,6 +131,13 @@ def test_a_wrong_folder_is_refused(change: Callable[[Path], object], message: st
         Checkpoint(folder)
 
 
+def test_a_tied_folder_may_repeat_the_rows(tmp_path: Path) -> None:
+    folder = write_trimmed(tmp_path, "tied")
+    expected = Checkpoint(folder).tensor(HEAD_WEIGHT)
+    edit_weights(folder, lambda t: t.update({HEAD_WEIGHT: t["model.embed_tokens.weight"][torch.tensor(KEPT)].clone()}))
+    assert np.array_equal(Checkpoint(folder).tensor(HEAD_WEIGHT), expected)
+
+
 def test_a_trimmed_draft_is_no_target_and_is_not_trimmed_again(tmp_path: Path) -> None:
     """Neither of a bundle, nor of a distillation, nor of the training of a head."""
     draft = write_trimmed(tmp_path / "draft")

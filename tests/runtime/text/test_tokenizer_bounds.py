@@ -333,3 +333,15 @@ def test_what_panics_all_the_same_ends_one_request(tmp_path: Path, monkeypatch: 
     for _ in range(2):
         with pytest.raises(RequestError, match="cannot read the text"):
             tokenizer.encode("a")
+
+
+def test_signals_are_no_failures_of_the_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer = Tokenizer.load(write(tmp_path))
+
+    class Interrupted:
+        def decode(self, *_: Any, **__: Any) -> str:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(tokenizer, "_backend", Interrupted())
+    with pytest.raises(KeyboardInterrupt):
+        tokenizer.decode([1])
