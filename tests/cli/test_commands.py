@@ -31,10 +31,13 @@ from draftwood.runtime.engines.backends import Choice
 from draftwood.runtime.engines.comparison import Comparison
 from draftwood.runtime.inspection.speeds import interval
 
+Output = pytest.CaptureFixture[str]
+Patch = pytest.MonkeyPatch
+
 GREEDY = ["--temperature", "0", "--max-tokens", "12", "--ignore-eos"]
 
 
-def test_build_inspect_generate(tiny_pair: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_build_inspect_generate(tiny_pair: Path, tmp_path: Path, capsys: Output) -> None:
     bundle = tmp_path / ("bundle of " + "a" * 80)
     pair = ["--target", str(tiny_pair / "target"), "--draft", str(tiny_pair / "draft")]
     options = ["--backend", "onnxruntime", "--precision", "fp32", "--max-length", "200", "--widths", "1,4,16"]
@@ -60,7 +63,7 @@ def test_build_inspect_generate(tiny_pair: Path, tmp_path: Path, capsys: pytest.
     assert text.endswith("\n") and "acceptance" in summary
 
 
-def test_the_version_names_the_backends(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_version_names_the_backends(capsys: Output) -> None:
     with pytest.raises(SystemExit) as ended:
         main(["--version"])
     own, onnxruntime = version("draftwood"), version("onnxruntime")
@@ -69,7 +72,7 @@ def test_the_version_names_the_backends(capsys: pytest.CaptureFixture[str]) -> N
 
 
 def test_a_build_chooses_its_backend_and_says_so(
-    tiny_pair: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tiny_pair: Path, tmp_path: Path, capsys: Output, monkeypatch: Patch
 ) -> None:
     command = ["build", "--target", str(tiny_pair / "target"), "--draft", str(tiny_pair / "draft"), "--no-profile"]
     chosen = (Choice("onnxruntime", "it rains"), Choice("native", "the sun shines"))
@@ -83,7 +86,7 @@ def test_a_build_chooses_its_backend_and_says_so(
     assert "Backend" not in capsys.readouterr().out
 
 
-def test_the_choice_depends_on_processor_and_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_choice_depends_on_processor_and_compiler(monkeypatch: Patch) -> None:
     def no_compiler() -> None:
         raise CompilerError("no compiler: pip install ziglang")
 
@@ -111,9 +114,7 @@ def test_the_choice_depends_on_processor_and_compiler(monkeypatch: pytest.Monkey
     assert backend == "onnxruntime" and "(no compiler: pip install ziglang)" in reason
 
 
-def test_json_is_one_object_and_speculation_changes_nothing(
-    tiny_bundle: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_json_is_one_object_and_speculation_changes_nothing(tiny_bundle: Path, capsys: Output) -> None:
     outputs = []
     for extra in (
         ["--no-speculation"],
@@ -138,9 +139,7 @@ def test_the_script_of_the_readme_builds_a_bundle(tiny_pair: Path, tmp_path: Pat
     assert re.search(r"costs .* assumed", done.stdout) and "draftwood profile measures" in done.stdout
 
 
-def test_a_prompt_from_a_file_or_a_pipe(
-    tiny_bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_prompt_from_a_file_or_a_pipe(tiny_bundle: Path, tmp_path: Path, capsys: Output, monkeypatch: Patch) -> None:
     (tmp_path / "prompt.txt").write_text("hello")
     monkeypatch.setattr(sys, "stdin", io.StringIO("hello"))
     texts = []
@@ -170,7 +169,7 @@ def test_a_terminal_shows_who_wrote_what(tiny_bundle: Path) -> None:
 
 
 def test_quiet_commands_print_their_result_alone(
-    tiny_bundle: Path, tiny_pair: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tiny_bundle: Path, tiny_pair: Path, tmp_path: Path, capsys: Output
 ) -> None:
     pair = ["--target", str(tiny_pair / "target"), "--draft", str(tiny_pair / "draft"), "--backend", "onnxruntime"]
     assert main(["build", *pair, "--output", str(tmp_path / "bundle"), "--no-profile", "--quiet"]) == 0
@@ -189,9 +188,7 @@ def test_quiet_commands_print_their_result_alone(
     assert "tokens/s" in out and err == ""
 
 
-def test_inspect_shows_formats_memory_and_the_chat_template(
-    tiny_bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_inspect_shows_formats_memory_and_the_chat_template(tiny_bundle: Path, tmp_path: Path, capsys: Output) -> None:
     bundle = with_chat_template(tiny_bundle, tmp_path)
     found = {}
     for requests in (1, 3):
@@ -230,9 +227,7 @@ def completed(script: str, *words: str) -> list[str]:
     return subprocess.run(["bash", "-c", lines], capture_output=True, text=True, check=True).stdout.split()
 
 
-def test_brackets_in_the_name_of_a_folder_are_no_markup(
-    tiny_bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_brackets_in_the_name_of_a_folder_are_no_markup(tiny_bundle: Path, tmp_path: Path, capsys: Output) -> None:
     folder, shown = tmp_path / "a[bold]b[" / "x]", StringIO()
     with progress(Console(file=shown, width=300)) as begin:
         begin(Step(f"Replacing {folder}", 1))()
@@ -241,9 +236,7 @@ def test_brackets_in_the_name_of_a_folder_are_no_markup(
     assert f"Model written to {folder}" in capsys.readouterr().out
 
 
-def test_bash_completes_commands_options_and_choices(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_bash_completes_commands_options_and_choices(capsys: Output, monkeypatch: Patch) -> None:
     with pytest.raises(SystemExit) as ended:
         main(["--print-completion", "bash"])
     script = capsys.readouterr().out
@@ -260,9 +253,7 @@ def test_bash_completes_commands_options_and_choices(
     assert f"{install('completion')}" in capsys.readouterr().err
 
 
-def test_generate_writes_the_form_that_is_asked_for(
-    tiny_bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_generate_writes_the_form_that_is_asked_for(tiny_bundle: Path, tmp_path: Path, capsys: Output) -> None:
     generate = ["generate", str(tiny_bundle), "--prompt", "x", "--seed", "1", "--max-tokens", "60", "-q"]
     assert main([*generate, "--regex", "[0-9]{3}-[ab]"]) == 0
     assert re.fullmatch("[0-9]{3}-[ab]\n", capsys.readouterr().out)
@@ -290,9 +281,7 @@ def test_generate_writes_the_form_that_is_asked_for(
     assert "--json-schema" in capsys.readouterr().err
 
 
-def test_bench_compares_and_finds_the_same_text(
-    tiny_bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_bench_compares_and_finds_the_same_text(tiny_bundle: Path, tmp_path: Path, capsys: Output) -> None:
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text('{"prompt": "one"}\n{"turns": ["two turns", "second"]}\n{"prompt": "three"}\n')
     configs = "plain,chain:3,topk:8/merge=gsd,dyspec:6/frontier_width=2,k-ary/branching=2-1"

@@ -3,7 +3,6 @@ ids of the folder that they were written from."""
 
 from __future__ import annotations
 
-import io
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -20,6 +19,7 @@ from gguf import GGMLQuantizationType as Kind
 from gguf_files import edited, write_gguf
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pieces import train
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from tokenizers import Tokenizer as TokenizerJson
 
@@ -257,26 +257,12 @@ def spm(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[Pair, sentencepiece.SentencePieceProcessor]:
     """A SentencePiece model of LLaMA's kind, and a file whose embedding has two rows more than it has pieces."""
-    root, buffer = tmp_path_factory.mktemp("spm"), io.BytesIO()
-    sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(CORPUS),
-        model_writer=buffer,
-        vocab_size=340,
-        model_type="bpe",
-        byte_fallback=True,
-        remove_extra_whitespaces=False,
-        hard_vocab_limit=True,
-        split_digits=True,
-        character_coverage=1.0,
-        minloglevel=2,
-        normalization_rule_name="identity",
-        add_dummy_prefix=request.param,
-    )
+    root = tmp_path_factory.mktemp("spm")
     folder = write_checkpoint(root / "folder", vocab_size=342, num_hidden_layers=1)
-    (folder / SENTENCEPIECE).write_bytes(buffer.getvalue())
+    processor = train(folder, "bpe", CORPUS, hard_vocab_limit=True, add_dummy_prefix=request.param)
     edit = add_sentencepiece(folder / SENTENCEPIECE, None if request.param else False)
     pair = Pair(folder, write_gguf(folder, root / "model.gguf", edit=edit))
-    return pair, sentencepiece.SentencePieceProcessor(model_proto=buffer.getvalue())
+    return pair, processor
 
 
 def test_padding_of_the_vocabulary_is_no_token(spm: tuple[Pair, sentencepiece.SentencePieceProcessor]) -> None:
