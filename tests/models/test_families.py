@@ -166,18 +166,9 @@ def test_what_would_change_the_computation_is_refused_by_name(
         read(architecture, **fields)
 
 
-def sizes(
-    vocabulary: int, hidden: int, inner: int, layers: int, heads: int, kv_heads: int, context: int
-) -> dict[str, int]:
-    return {
-        "vocab_size": vocabulary,
-        "hidden_size": hidden,
-        "intermediate_size": inner,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-        "num_key_value_heads": kv_heads,
-        "max_position_embeddings": context,
-    }
+def sizes(*numbers: int) -> dict[str, int]:
+    names = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+    return dict(zip((*names, "num_key_value_heads", "max_position_embeddings"), numbers, strict=True))
 
 
 # Settings that published files of each family have, with their values.
