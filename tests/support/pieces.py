@@ -23,7 +23,8 @@ def train(
     folder: Path, model_type: str = "bpe", sentences: Sequence[str] = SENTENCES, **rest: Any
 ) -> sentencepiece.SentencePieceProcessor:
     """Write the model's file into a folder, which is created. rest: of SentencePiece's trainer."""
-    buffer, usual = io.BytesIO(), {"byte_fallback": True, "remove_extra_whitespaces": False, "split_digits": True}
+    buffer = io.BytesIO()
+    usual: dict[str, Any] = {"byte_fallback": True, "remove_extra_whitespaces": False, "split_digits": True}
     usual |= {"hard_vocab_limit": False, "character_coverage": 1.0, "normalization_rule_name": "identity"}
     sentencepiece.SentencePieceTrainer.train(
         sentence_iterator=iter(sentences),

@@ -21,6 +21,7 @@ from transformers import AutoTokenizer
 
 from draftwood.models.errors import BundleError, RequestError
 from draftwood.runtime import LLM
+from draftwood.runtime.text import tokenizer_worker
 from draftwood.runtime.text.token_length import BYTES, longest_token
 from draftwood.runtime.text.tokenizer import SETTINGS, TEMPLATE, TOKENIZER, Tokenizer, token_sequences
 
@@ -263,3 +264,14 @@ def test_encoding_starts_no_threads_and_continues_after_a_fork(folder: Path) -> 
     environment = {name: value for name, value in os.environ.items() if name != "TOKENIZERS_PARALLELISM"}
     done = subprocess.run([sys.executable, "-c", code, folder], capture_output=True, text=True, env=environment)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_trying_a_tokenizer_ends_when_its_time_is_up(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tried = list[str]()
+    monkeypatch.setattr(tokenizer_worker, "attempt", lambda backend, text: tried.append(text))
+    tokenizer_worker.first_problem(Tokenizer.load(folder)._backend)
+    most = len(tried)
+    tried.clear()
+    monkeypatch.setattr(tokenizer_worker, "PROBE_SECONDS", -1.0)
+    assert tokenizer_worker.first_problem(Tokenizer.load(folder)._backend) is None
+    assert 0 < len(tried) < most / 2
