@@ -139,7 +139,7 @@ def main() -> int:
     device = find_device()
     if not device:
         print("No CUDA device: nothing is checked here. Run this on a machine with an NVIDIA GPU.")
-        print("Without one, `pytest tests/benchmarks/test_gpu_model.py` runs the stages over a driver on the host.")
+        print("Without one, `pytest tests/benchmarks/test_gpu.py` runs the stages over a driver on the host.")
         return 0
     print(device, flush=True)
     statuses = []

@@ -1,7 +1,7 @@
 """The steps of a LLaMA between its large products, and those products for few rows, in the Triton language.
 
 A compiler of engines fuses such steps; torch alone would launch forty kernels for a layer. Imported with
-TRITON_INTERPRET=1 set, they run on host memory (`tests/benchmarks/test_gpu_model.py` compares them with torch).
+TRITON_INTERPRET=1 set, they run on host memory (`tests/benchmarks/test_gpu.py` compares them with torch).
 """
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"

@@ -12,7 +12,7 @@ from costs import table
 from enumeration import decoded, pair, total_variation
 
 from benchmarks.planning.replay import CHAINS, DRAWN_TRACE, TRACE, ByCost, FixedChain, distorted, drifting, replay
-from benchmarks.planning.traces import Place, read_traces
+from benchmarks.planning.traces import read_traces
 from draftwood.runtime.decoding.decoder import SpeculativeDecoder
 from draftwood.runtime.decoding.round import Proposal
 from draftwood.runtime.engines.passes import Works
@@ -21,7 +21,6 @@ from draftwood.runtime.speculation.config import SpeculativeConfig
 from draftwood.runtime.speculation.graph.token_tree import unroll
 from draftwood.runtime.speculation.planning.controller import Controller
 from draftwood.runtime.speculation.planning.cost import CostModel, HostCosts, PassCosts
-from draftwood.runtime.speculation.planning.estimate import VerifierChoice
 
 SMALL = SpeculativeConfig(max_draft_len=2, max_total_draft_tokens=3, frontier_width=2)
 KINDS = table(1.0, 0.1, host=HostCosts(0.0, 0.0, 0.05))  # every round proposes something
@@ -96,19 +95,3 @@ def test_planned_rounds_follow_a_machine_whose_speed_changes(trace: Path) -> Non
     plain, *chains = (replay(traces, FixedChain(k), real) for k in (0, *CHAINS))
     speed = replay(traces, ByCost(MEASURED, trace == TRACE), real)
     assert speed > 1.05 * plain and speed > 0.96 * max(chains)
-
-
-def test_a_trace_says_what_every_smaller_proposal_would_have_got() -> None:
-    """Of a tree in order of value: rows 1 and 2 below the root, 3 below 1, 4 below 2, 5 below 4. The text goes on with
-    the tokens of rows 2, 4 and 5."""
-    place = Place.decode("00124 2450")
-    assert place == Place((0, 0, 1, 2, 4), (2, 4, 5), 0)
-    choices = [VerifierChoice(1, 2), VerifierChoice(0, 1), VerifierChoice(0, 1)]
-    assert place.verify(3, 5, chain=False) == ([2, 4, 5], choices)
-    flat = place.verify(2, 4, chain=False)
-    assert flat.rows == [2, 4] and flat.choices[:2] == choices[:2]
-    assert place.verify(3, 3, chain=False).rows == [2]
-    assert place.verify(3, 1, chain=False) == ([], [VerifierChoice(None, 1)])
-    chained = Place((0, 1, 2), (1, 2), 2)
-    assert chained.verify(4, 4, chain=True).rows == [1, 2] and chained.verify(1, 1, chain=True).rows == [1]
-    assert chained.verify(4, 4, chain=True).choices[-1] == VerifierChoice(None, 1)

@@ -118,18 +118,6 @@ def test_our_kernel_is_inside_the_plan(compiled: Compile, checkpoints: Any, tmp_
     assert {(image.variant.head_dim, image.variant.dtype) for image in held.images} == {(config.head_dim, "fp16")}
 
 
-def test_a_plan_for_several_sequences(compiled: Compile) -> None:
-    """The same layers over a cache of the slots of all, still written in place."""
-    if importlib.util.find_spec("triton") is None:
-        pytest.skip("needs the extra kernel")
-    single = compiled(plugin=True)
-    plan = compiled(plugin=True, max_batch=4, columns=4 * COLUMNS)
-    assert plan.layers == single.layers and plan.layers.kv_cache_update == 4
-    assert plan.columns == 4 * COLUMNS
-    assert plan.kernel is not None and single.kernel is not None
-    assert plan.kernel.fingerprint == single.kernel.fingerprint, "the kernel does not depend on how many share it"
-
-
 def library_inside(plan: bytes) -> bytes:
     """The kernel library that a plan carries: its compressed stream says where it ends."""
     start = plan.index(library.MAGIC)

@@ -6,7 +6,6 @@ import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -21,7 +20,6 @@ from draftwood.builder.distillation.distill import DistillResult
 from draftwood.builder.distillation.draft import is_tied, read_start
 from draftwood.builder.distillation.loss import estimate
 from draftwood.builder.distillation.network import DraftNetwork
-from draftwood.builder.distillation.options import DistillOptions
 from draftwood.builder.distillation.state import TextStore
 from draftwood.cli.main import main
 from draftwood.models.errors import ConfigError
@@ -123,32 +121,16 @@ def test_too_little_text_is_refused(target: Path, tmp_path: Path) -> None:
         distilled(given)
 
 
-@pytest.mark.parametrize(
-    ("minutes", "steps", "said"),
-    [
-        ("1", 9, "takes some 30 minutes, and this one had 1: the same command with more --minutes goes on"),
-        ("1", 0, "has not improved on its beginning yet, which was written: give more --minutes"),
-        ("480", 0, "has not improved on its beginning yet, which was written: give more --minutes"),
-        ("480", 9, ""),
-    ],
-)
 def test_the_end_says_when_a_draft_had_too_little_training(
-    minutes: str,
-    steps: int,
-    said: str,
-    target: Path,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    target: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    figures = {"acceptance": {"acceptance_0": 0.01}, "text_tokens": 900, "steps": steps}
-
-    def finished(options: DistillOptions, *rest: Any) -> DistillResult:
-        return DistillResult(options.output, figures)
-
-    monkeypatch.setattr(distill_module, "distill", finished)
-    given = ["--target", str(target), "--output", str(tmp_path / "draft"), "--minutes", minutes]
-    assert main(["distill", *given]) == 0
-    shown = capsys.readouterr().out
-    assert said in shown and "temperature 0: 0.01" in shown
-    assert bool(said) == ("give more --minutes" in shown or "with more --minutes" in shown)
+    short = "takes some 30 minutes, and this one had 1: the same command with more --minutes goes on"
+    unimproved = "has not improved on its beginning yet, which was written: give more --minutes"
+    for minutes, steps, said in (("1", 9, short), ("1", 0, unimproved), ("480", 0, unimproved), ("480", 9, "")):
+        figures = {"acceptance": {"acceptance_0": 0.01}, "text_tokens": 900, "steps": steps}
+        result = DistillResult(tmp_path / "draft", figures)
+        monkeypatch.setattr(distill_module, "distill", lambda *_, result=result: result)
+        assert main(["distill", "--target", str(target), "--output", str(result.output), "--minutes", minutes]) == 0
+        shown = capsys.readouterr().out
+        assert said in shown and "temperature 0: 0.01" in shown
+        assert bool(said) == ("give more --minutes" in shown or "with more --minutes" in shown)

@@ -13,6 +13,8 @@ import pytest
 import torch
 from bundling import built
 from distilling import distilled, options, watch, written
+from hypothesis import given
+from hypothesis import strategies as st
 from safetensors.torch import load_file
 from torch.nn import functional
 from transformers import LlamaForCausalLM
@@ -22,8 +24,8 @@ from draftwood.builder.distillation import distill as distill_module
 from draftwood.builder.distillation.batches import Batch, pack
 from draftwood.builder.distillation.card import Origin, origin_of
 from draftwood.builder.distillation.draft import Report, write_draft
-from draftwood.builder.distillation.loss import estimate
-from draftwood.builder.distillation.network import DraftNetwork, draft_config, initialise, principal
+from draftwood.builder.distillation.loss import distillation_loss, estimate, overlap, reachable
+from draftwood.builder.distillation.network import DraftNetwork, draft_config, initialise
 from draftwood.builder.distillation.options import DistillOptions
 from draftwood.builder.distillation.training import Schedule, Trainer
 from draftwood.cli.main import main
@@ -62,23 +64,6 @@ def test_a_text_does_not_see_the_others_of_its_sequence(target: Path) -> None:
     torch.testing.assert_close(packed[counts[0] : counts[0] + counts[1]], alone, rtol=1e-4, atol=1e-4)
 
 
-def test_every_place_of_a_batch_describes_the_next_token() -> None:
-    text = written(4, 4)
-    (batch,) = pack([text], 1, 19)
-    tokens = text.tokens.tolist()
-    assert batch.tokens[0].tolist() == tokens[:-1] and batch.written[0].tolist() == tokens[1:]
-    assert (batch.ids[0].numpy() == text.ids[1:]).all() and batch.kinds[0].tolist() == text.kinds[1:].tolist()
-
-
-def test_principal_directions_keep_distances() -> None:
-    """An embedding of a lower rank is kept as it is, up to rotation and its mean."""
-    rng = np.random.default_rng(0)
-    rows = (rng.normal(size=(50, 4)) @ rng.normal(size=(4, 16))).astype(np.float32)
-    found = principal(rows, 6)
-    distances = [np.linalg.norm(each[:, None] - each[None], axis=-1) for each in (rows, found)]
-    np.testing.assert_allclose(distances[0], distances[1], atol=1e-3)
-
-
 # Training
 
 
@@ -94,7 +79,10 @@ def trained(network: DraftNetwork, batches: list[Batch], seconds: float, file: P
 
 def test_training_goes_on_from_a_checkpoint_as_if_it_had_not_stopped(target: Path, tmp_path: Path) -> None:
     batches = [some_batch()] * 6
+    before = estimate(network_of(target), batches[:1])
     whole = trained(network_of(target), batches, 1e6)
+    after = estimate(whole.network, batches[:1])
+    assert after.loss < before.loss and after.mean > before.mean
     first = trained(network_of(target), batches[:3], 1e6)
     first.save(tmp_path / "checkpoint.safetensors")
     resumed = trained(network_of(target, seed=5), batches, 1e6, tmp_path / "checkpoint.safetensors")
@@ -102,11 +90,7 @@ def test_training_goes_on_from_a_checkpoint_as_if_it_had_not_stopped(target: Pat
     for name, parameter in resumed.network.llama.named_parameters():
         expected = whole.network.llama.get_parameter(name)
         torch.testing.assert_close(parameter, expected, rtol=0, atol=2e-5)  # the schedule counts calls of a clock
-
-
-def test_a_checkpoint_of_other_sizes_is_refused(target: Path, tmp_path: Path) -> None:
     file = tmp_path / "checkpoint.safetensors"
-    trained(network_of(target), [some_batch()], 1e6).save(file)
     config = draft_config(options(target, Path(), intermediate=64), Checkpoint(target).config)
     other = Trainer(DraftNetwork(config, 32, np.arange(64)), 0.003, CPU, False)
     with pytest.raises(ConfigError, match="give the same sizes as before"):
@@ -114,14 +98,6 @@ def test_a_checkpoint_of_other_sizes_is_refused(target: Path, tmp_path: Path) ->
     file.write_bytes(file.read_bytes()[:1000])
     with pytest.raises(ConfigError, match="no checkpoint"):
         other.load(file)
-
-
-def test_training_brings_the_draft_closer(target: Path) -> None:
-    network = network_of(target)
-    batches = [some_batch()] * 40
-    before = estimate(network, batches[:1])
-    after = estimate(trained(network, batches, 1e6).network, batches[:1])
-    assert after.loss < 0.7 * before.loss and after.mean > before.mean
 
 
 # The whole
@@ -139,9 +115,10 @@ def test_a_distilled_draft_is_a_trimmed_llama(draft: Path, target: Path) -> None
     assert {tensor.dtype for name, tensor in tensors.items() if name != "d2t"} == {torch.bfloat16}
     figures = json.loads((draft / "distillation.json").read_text())
     assert figures["vocabulary"] == 64 and 0 < figures["vocabulary_coverage"] <= 1
-    assert figures["curve"]
-    log = json.loads((options(target, draft).folder / distill_module.LOG).read_text())  # with points that are no better
-    assert len(log["curve"]) >= 2 and log["curve"][-1]["tokens"] > 0
+    state = draft.with_name("draft.state")
+    tokens = [point["tokens"] for point in json.loads((state / distill_module.LOG).read_text())["curve"]]
+    assert figures["curve"] and tokens[0] == 0 and len(tokens) >= 2 and tokens == sorted({*tokens})
+    assert (state / "acceptance.svg").read_text().count("<polyline") == 6
     for name in ("README.md", "acceptance.svg", "tokenizer.json", "tokenizer_config.json", "generation_config.json"):
         assert (draft / name).is_file()
     with Tokenizer.load(draft) as own, Tokenizer.load(target) as other:
@@ -158,13 +135,6 @@ def test_a_distilled_draft_drafts(draft: Path, target: Path, tmp_path: Path) -> 
         plain = llm.generate([[1, token] for token in range(3, 43)], params)
     assert [each.token_ids for each in results] == [each.token_ids for each in plain]
     assert sum(each.stats.num_accepted_tokens for each in results) > 0
-
-
-def test_the_log_and_the_picture_have_every_estimate(draft: Path) -> None:
-    state = draft.with_name("draft.state")
-    curve = json.loads((state / "training.json").read_text())["curve"]
-    assert curve[0]["tokens"] == 0 and [point["tokens"] for point in curve] == sorted({p["tokens"] for p in curve})
-    assert (state / "acceptance.svg").read_text().count("<polyline") == 6
 
 
 def test_the_same_command_does_nothing_more_and_more_minutes_go_on(draft: Path, target: Path, tmp_path: Path) -> None:
@@ -216,16 +186,9 @@ def test_a_draft_that_keeps_every_token_is_written_without_offsets(target: Path,
 @pytest.mark.parametrize(
     "changed",
     [
-        {"minutes": 0.0},
-        {"minutes": float("nan")},
-        {"text_minutes": 9.0},
-        {"vocabulary": 3},
-        {"requests": 0},
-        {"context": 8},
-        {"batch": 0},
-        {"threads": 65},
-        {"learning_rate": 0.0},
-        {"seed": -1},
+        *({"minutes": minutes} for minutes in (0.0, float("nan"))),
+        *({"text_minutes": 9.0}, {"vocabulary": 3}, {"requests": 0}, {"context": 8}, {"batch": 0}, {"threads": 65}),
+        *({"learning_rate": 0.0}, {"seed": -1}),
     ],
     ids=str,
 )
@@ -245,7 +208,14 @@ def test_impossible_sizes_are_refused_before_any_text(target: Path, tmp_path: Pa
     assert not (tmp_path / "draft.state").exists()
 
 
-@pytest.mark.parametrize("hidden", [64, 576, 960, 2048, 8192])
+def test_an_existing_folder_that_is_no_draft_is_kept(target: Path, tmp_path: Path) -> None:
+    (tmp_path / "mine.txt").write_text("mine")
+    with pytest.raises(ConfigError, match="is no distilled draft"):
+        distilled(options(target, tmp_path))
+    assert (tmp_path / "mine.txt").read_text() == "mine"
+
+
+@pytest.mark.parametrize("hidden", [64, 576, 8192])
 def test_default_sizes_suit_the_target(target: Path, hidden: int) -> None:
     wide = replace(Checkpoint(target).config, hidden_size=hidden)
     config = draft_config(DistillOptions(target, Path(), 1), wide)
@@ -294,9 +264,47 @@ def test_the_command_writes_a_draft(
     assert "Only text was written" in capsys.readouterr().out
 
 
-def test_an_existing_folder_that_is_no_draft_is_kept(target: Path, tmp_path: Path) -> None:
-    (tmp_path / "draft").mkdir()
-    (tmp_path / "draft" / "mine.txt").write_text("mine")
-    with pytest.raises(ConfigError, match="is no distilled draft"):
-        distilled(options(target, tmp_path / "draft"))
-    assert (tmp_path / "draft" / "mine.txt").read_text() == "mine"
+# Loss
+
+
+def test_divergence_by_hand() -> None:
+    """Known tokens 7, 8 and 9 of p; the draft lacks 9. q is (0.5, 0.3, 0.2) over 7, 8 and 5."""
+    place_of = torch.full((12,), -1)
+    place_of[torch.tensor([7, 8, 5])] = torch.arange(3)
+    ids, p = torch.tensor([[7, 9, 8]]), torch.tensor([[0.4, 0.3, 0.2]])
+    target = reachable(ids, p.log(), torch.tensor([0.1]), torch.tensor([9]), place_of)
+    parts = distillation_loss(torch.tensor([[0.5, 0.3, 0.2]]).log() + 3, target)
+    exact = 0.4 * np.log((0.4 / 0.7) / 0.5) + 0.2 * np.log((0.2 / 0.7) / 0.3) + 0.1 * np.log((0.1 / 0.7) / 0.2)
+    assert parts.divergence.item() == pytest.approx(exact, rel=1e-5)
+    assert parts.entropy.item() == 0  # the draft lacks the written token
+    written_seven = target._replace(written=place_of[torch.tensor([7])])
+    assert distillation_loss(torch.tensor([[0.5, 0.3, 0.2]]).log(), written_seven).entropy.item() == pytest.approx(
+        -np.log(0.5), rel=1e-5
+    )
+
+
+@given(st.integers(0, 2**31), st.integers(3, 30))
+def test_divergence_is_least_at_the_target(seed: int, size: int) -> None:
+    """It is 0 where the draft has the target's distribution, and nowhere negative."""
+    rng = np.random.default_rng(seed)
+    logits = torch.from_numpy(rng.normal(0, 2, (1, size)).astype(np.float32))
+    logprobs, ids = logits.log_softmax(-1).sort(descending=True)
+    known = max(1, size - 2)
+    tails = logprobs[:, known:].exp().sum(-1)
+    target = reachable(ids[:, :known], logprobs[:, :known], tails, ids[:, 0], torch.arange(size))
+    assert abs(distillation_loss(logits, target).divergence.item()) < 1e-4
+    other = torch.from_numpy(rng.normal(0, 2, (1, size)).astype(np.float32))
+    assert distillation_loss(other, target).divergence.item() > -1e-5
+
+
+@given(st.integers(0, 2**31), st.sampled_from([0.7, 1.0]))
+def test_overlap_is_exact_where_all_tokens_are_known_and_otherwise_lower(seed: int, temperature: float) -> None:
+    rng = np.random.default_rng(seed)
+    p, q = (torch.from_numpy(rng.normal(0, 2, (1, 20))) for _ in range(2))
+    exact = torch.minimum((p / temperature).softmax(-1), (q / temperature).softmax(-1)).sum().item()
+    logprobs, ids = p.log_softmax(-1).sort(descending=True)
+    for known in (20, 8):
+        tails = logprobs[:, known:].exp().sum(-1)
+        target = reachable(ids[:, :known], logprobs[:, :known], tails, ids[:, 0], torch.arange(20))
+        found = overlap(q, target, logprobs[:, :known], tails, temperature).item()
+        assert found == pytest.approx(exact, abs=1e-6) if known == 20 else found <= exact + 1e-6

@@ -1,21 +1,76 @@
-"""The seconds of passes and of the host: how they are measured, and freed of noise."""
+"""The seconds of passes and of the host: which are measured, how noise is taken out, and what plans make of them."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cached_property
 from itertools import count
 from pathlib import Path
 from typing import Any
 
 import pytest
+from controllers import CHAIN
 from fakes import FakeEngine, random_model
-from steps import quiet
+from steps import counted, quiet
 
 from draftwood.builder.pass_times import Pair, filled_cache, interpolated, measure_after, smoothed, spread, thinned_out
-from draftwood.builder.profile import ROUNDS, TURNS, measure, measure_host
+from draftwood.builder.profile import CONTEXTS, ROUNDS, TURNS, brief_contexts, measure, measure_host
 from draftwood.models.bindings import DRAFT, ROLES, TARGET
-from draftwood.models.errors import EngineError
+from draftwood.models.errors import ConfigError, EngineError
 from draftwood.runtime.bundle.bundle import EngineBundle
+from draftwood.runtime.engines.base import ForwardOutput, TokenBatch
+from draftwood.runtime.speculation.planning.controller import Controller
 from draftwood.runtime.speculation.planning.cost import HostCosts
+
+PASS = "draftwood.builder.pass_times.time_pass"
+CLOCK = "draftwood.runtime.speculation.stopwatch.perf_counter"
+
+
+class Counting(FakeEngine):
+    """Remembers the tokens before each pass, and its rows."""
+
+    def score(self, batch: TokenBatch, cache: Any) -> ForwardOutput:
+        self.seen.append((cache.length, batch.num_tokens))
+        return super().score(batch, cache)
+
+    @cached_property
+    def seen(self) -> list[tuple[int, int]]:
+        return []
+
+
+def pair(longest: int = 200, size: int = 8, roles: tuple[str, ...] = ROLES) -> Pair:
+    return Pair({role: Counting(random_model(0, size), size, role) for role in roles}, longest, {})
+
+
+@pytest.fixture
+def timed(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[str, int, int], float]], None]:
+    """Passes take what a function says of a role, the tokens before, and rows."""
+
+    def patch(seconds: Callable[[str, int, int], float]) -> None:
+        monkeypatch.setattr(PASS, lambda engine, cache, rows: seconds(engine.spec.role, cache.length, rows))
+
+    return patch
+
+
+# Which passes
+
+
+def test_every_width_is_measured_behind_every_context_that_fits(tiny_bundle: Path) -> None:
+    bundle, left = EngineBundle.open(tiny_bundle), dict[str, int]()
+    engines = {role: bundle.open_engine(role, threads=1) for role in ROLES}
+    longest = bundle.manifest.max_length
+    given = Pair(engines, longest, {"threads": 1})
+    costs = measure(given, counted(left), contexts=(16, 8, 16, longest + 1), repeats=2)
+    for role, passes in zip(ROLES, (costs.target, costs.draft), strict=True):
+        assert passes is not None and passes.widths == engines[role].spec.widths and passes.contexts == (8, 16)
+        assert all(list(row) == sorted(row) and row[0] > 0 for row in passes.seconds)
+    assert costs.machine == {"threads": 1} and costs.spread is not None and costs.spread >= 1
+    assert costs.greedy.round > 0 or costs.greedy.token > 0
+    assert len(left) == 3 and set(left.values()) == {0}
+    with pytest.raises(ConfigError, match="name shorter ones"):
+        measure(given, quiet, contexts=(10**6,))
 
 
 def test_a_long_context_is_filled_without_computing_it(tiny_bundle: Path) -> None:
@@ -32,63 +87,41 @@ def test_a_long_context_is_filled_without_computing_it(tiny_bundle: Path) -> Non
         cache.repeat(8)
 
 
-def test_draft_passes_behind_another_one_are_measured_apart(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first one of a round finds the caches full of the target's weights."""
-    engines = {role: FakeEngine(random_model(0, 8), 8, role) for role in ROLES}
-    before = [""]
+def test_a_build_measures_briefly(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Everything once, where the time is up at once, and the host in one turn; the shortest and the longest context."""
+    assert [brief_contexts(length) for length in (10, 64, 1024)] == [(64,), (64,), (64, 512)]
+    assert [brief_contexts(length) for length in (2048, 8000, 9000)] == [(64, 2048), (64, 1536, 8000), (64, 1536, 8192)]
+    turns: dict[Any, list[float]] = {}
+    monkeypatch.setattr("draftwood.builder.profile.host_rounds", lambda *of: turns.setdefault(of[2:], [1.0]))
+    for seconds, repeats, passes in ((0, 9, 1), (0, 1, 1), (math.inf, 4, 5)):
+        turns.clear()
+        given, left = pair(), dict[str, int]()
+        costs = measure(given, counted(left), (64,), repeats, seconds)
+        assert costs.target.contexts == (64,) and costs.target.widths == given.engines[TARGET].spec.widths
+        for role, engine in given.engines.items():
+            before = [width for length, width in engine.seen if length == 64]  # type: ignore[attr-defined]
+            assert before.count(engine.spec.max_width) == passes * (2 if role == DRAFT else 1)
+        assert {turn for _, turn, *_ in turns} == set(range(1 if seconds == 0 else TURNS))
+        assert left and not any(left.values())
 
-    def timed(engine: FakeEngine, cache: Any, width: int) -> float:
-        cold, before[0] = before[0] != engine.spec.role, engine.spec.role
-        return (0.2 if cold else 0.1) * (1.0 if engine.spec.role == DRAFT else 50.0)
 
-    monkeypatch.setattr("draftwood.builder.pass_times.time_pass", timed)
-    costs = measure(Pair(engines, 200, {}), quiet, (64,), repeats=3)
+def test_behind_further_contexts_a_build_measures_few_widths(timed: Any) -> None:
+    """The others are between them. Here rows cost more, the longer the context is."""
+    given, seen = pair(size=64), dict[tuple[str, int], set[int]]()
+
+    def seconds(role: str, before: int, rows: int) -> float:
+        seen.setdefault((role, before), set()).add(rows)
+        return 1 + 0.1 * rows + 0.001 * rows * before
+
+    timed(seconds)
+    costs = measure(given, quiet, (8, 100), 2, 1.0)
     assert costs.draft is not None and costs.further is not None
-    assert {*costs.draft.seconds[0]} == {0.2} and {*costs.further.seconds[0]} == {0.1}
-
-
-def test_how_far_repeats_spread() -> None:
-    assert spread([2.0]) == 1 and spread([4.0, 1.0, 2.0, 3.0, 1.0]) == 3
-
-
-def test_what_rows_cost_does_not_depend_on_the_minute_of_their_measurement(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a machine that becomes slower all the time, by a factor of two and more in the end."""
-    engines = {role: FakeEngine(random_model(0, 8), 8, role) for role in ROLES}
-    passes = count()
-
-    def timed(engine: FakeEngine, cache: Any, width: int) -> float:
-        return (1 + 0.01 * next(passes)) * (10 + width)
-
-    monkeypatch.setattr("draftwood.builder.pass_times.time_pass", timed)
-    found = measure_after(Pair(engines, 200, {}), 8, engines[TARGET].spec.widths, 9, lambda: None)[TARGET].seconds
-    assert next(passes) > 150
-    for width, seconds in zip(engines[TARGET].spec.widths, found, strict=True):
-        assert seconds / found[0] == pytest.approx((10 + width) / 11, rel=0.03)
-
-
-def test_noise_makes_no_pass_cheaper_than_it_can_be() -> None:
-    assert smoothed([1, 2, 4], [3.0, 2.0, 4.0]) == (2.5, 2.5, 4.0)  # a wider pass
-    # 16 rows keep the cores busy, so 24 cannot take as long: they are taken to compute as many rows a second.
-    assert smoothed([1, 8, 16, 24, 32, 64], [12, 20, 40, 40, 85, 160]) == (12, 20, 40, 60, 85, 160)
-    assert smoothed([16, 24, 32, 48, 64], [40, 60, 80, 120, 320]) == (40, 60, 80, 120, 320)  # the widest one was slow
-    assert smoothed([1, 16, 64], [10, 10.5, 11]) == (10, 10.5, 11)  # rows cost nothing where memory decides
-
-
-def test_a_width_is_measured_again_until_its_share_of_the_time_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
-    engines, clock, seen = {TARGET: FakeEngine(random_model(0, 8), 8, TARGET)}, [0.0], list[int]()
-
-    def timed(engine: FakeEngine, cache: Any, width: int) -> float:
-        clock[0] += 0.01 * width
-        seen.append(width)
-        return 0.01 * width
-
-    monkeypatch.setattr("draftwood.builder.pass_times.perf_counter", lambda: clock[0])
-    monkeypatch.setattr("draftwood.builder.pass_times.time_pass", timed)
-    monkeypatch.setattr("draftwood.builder.pass_times.wait", lambda seconds: None)
-    widths = engines[TARGET].spec.widths
-    found = measure_after(Pair(engines, 200, {}), 64, widths, 9, lambda: None, 0.045)[TARGET]
-    assert {width: seen.count(width) for width in widths[1:]} == {width: 1 + (width < 4) for width in widths[1:]}
-    assert found.seconds == pytest.approx([0.01 * width for width in widths]) and {*found.spreads} == {1.0}
+    for role, costs_of in ((TARGET, costs.target), (DRAFT, costs.draft), (DRAFT, costs.further)):
+        widths = given.engines[role].spec.widths
+        assert costs_of.widths == widths and seen[role, 8] == set(widths) > seen[role, 100] == set(thinned_out(widths))
+        assert costs_of.seconds[1] == pytest.approx([1 + 0.2 * width for width in widths], rel=0.05)
+    measure(given, quiet, (8, 101), 2)
+    assert seen[TARGET, 101] == seen[TARGET, 8]
 
 
 def test_some_widths_stand_for_all() -> None:
@@ -98,19 +131,70 @@ def test_some_widths_stand_for_all() -> None:
     assert interpolated((1, 2), (1, 2), [3.0, 4.0], [(1.0, 1.0)]) == (3.0, 4.0)
 
 
+# Noise
+
+
+def test_draft_passes_behind_another_one_are_measured_apart(timed: Any) -> None:
+    """The first one of a round finds the caches full of the target's weights."""
+    before = [""]
+
+    def seconds(role: str, length: int, rows: int) -> float:
+        cold, before[0] = before[0] != role, role
+        return (0.2 if cold else 0.1) * (1.0 if role == DRAFT else 50.0)
+
+    timed(seconds)
+    costs = measure(pair(), quiet, (64,), repeats=3)
+    assert costs.draft is not None and costs.further is not None
+    assert {*costs.draft.seconds[0]} == {0.2} and {*costs.further.seconds[0]} == {0.1}
+
+
+def test_what_rows_cost_does_not_depend_on_the_minute_of_their_measurement(timed: Any) -> None:
+    """On a machine that becomes slower all the time, by a factor of two and more in the end."""
+    given, passes = pair(), count()
+    widths = given.engines[TARGET].spec.widths
+    timed(lambda role, length, rows: (1 + 0.01 * next(passes)) * (10 + rows))
+    found = measure_after(given, 8, widths, 9, lambda: None)[TARGET].seconds
+    assert next(passes) > 150
+    for width, seconds in zip(widths, found, strict=True):
+        assert seconds / found[0] == pytest.approx((10 + width) / 11, rel=0.03)
+
+
+def test_noise_makes_no_pass_cheaper_than_it_can_be() -> None:
+    assert smoothed([1, 2, 4], [3.0, 2.0, 4.0]) == (2.5, 2.5, 4.0)  # a wider pass
+    # 16 rows keep the cores busy, so 24 cannot take as long: they are taken to compute as many rows a second.
+    assert smoothed([1, 8, 16, 24, 32, 64], [12, 20, 40, 40, 85, 160]) == (12, 20, 40, 60, 85, 160)
+    assert smoothed([16, 24, 32, 48, 64], [40, 60, 80, 120, 320]) == (40, 60, 80, 120, 320)  # the widest one was slow
+    assert smoothed([1, 16, 64], [10, 10.5, 11]) == (10, 10.5, 11)  # rows cost nothing where memory decides
+    assert spread([2.0]) == 1 and spread([4.0, 1.0, 2.0, 3.0, 1.0]) == 3
+
+
+def test_a_width_is_measured_again_until_its_share_of_the_time_is_over(
+    timed: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given, clock, seen = pair(roles=(TARGET,)), [0.0], list[int]()
+
+    def seconds(role: str, length: int, rows: int) -> float:
+        clock[0] += 0.01 * rows
+        seen.append(rows)
+        return 0.01 * rows
+
+    timed(seconds)
+    monkeypatch.setattr("draftwood.builder.pass_times.perf_counter", lambda: clock[0])
+    monkeypatch.setattr("draftwood.builder.pass_times.wait", lambda seconds: None)
+    widths = given.engines[TARGET].spec.widths
+    found = measure_after(given, 64, widths, 9, lambda: None, 0.045)[TARGET]
+    assert {width: seen.count(width) for width in widths[1:]} == {width: 1 + (width < 4) for width in widths[1:]}
+    assert found.seconds == pytest.approx([0.01 * width for width in widths]) and {*found.spreads} == {1.0}
+
+
 def test_an_interruption_does_not_change_the_time_on_the_measure_host(monkeypatch: pytest.MonkeyPatch) -> None:
     """Another program takes the processor for a long time, once, at any moment: the tree's tokens keep their price."""
-    engines = {role: FakeEngine(random_model(0, 8), 8, role) for role in ROLES}
+    given = pair()
 
     def measured(interrupted: int) -> HostCosts:
         reads = count()
-
-        def clock() -> int:
-            read = next(reads)
-            return read + 1000 * (read > interrupted)
-
-        monkeypatch.setattr("draftwood.runtime.speculation.stopwatch.perf_counter", clock)
-        return measure_host(Pair(engines, 200, {}), 1, 12, lambda: None)[0]
+        monkeypatch.setattr(CLOCK, lambda: (read := next(reads)) + 1000 * (read > interrupted))
+        return measure_host(given, 1, 12, lambda: None)[0]
 
     undisturbed = measured(10**9)
     assert undisturbed.round > undisturbed.plain > 0
@@ -120,18 +204,38 @@ def test_an_interruption_does_not_change_the_time_on_the_measure_host(monkeypatc
 def test_kinds_of_rounds_meet_the_same_minutes(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a host that becomes slower all the time, to five times as slow: rounds above temperature 0 cost as much more
     than those at 0 as on a steady one."""
-    engines = {role: FakeEngine(random_model(0, 8), 8, role) for role in ROLES}
+    given = pair()
 
     def ratio(slower: float) -> float:
         steps = count()
-
-        def clock() -> float:
-            step = next(steps)
-            return step + slower * step * step
-
-        monkeypatch.setattr("draftwood.runtime.speculation.stopwatch.perf_counter", clock)
-        greedy, sampled = measure_host(Pair(engines, 200, {}), TURNS, ROUNDS, lambda: None)
+        monkeypatch.setattr(CLOCK, lambda: (step := next(steps)) + slower * step * step)
+        greedy, sampled = measure_host(given, TURNS, ROUNDS, lambda: None)
         assert next(steps) > 1000
         return sampled.round / greedy.round
 
     assert ratio(0.001) == pytest.approx(ratio(0.0), rel=0.2)
+
+
+# What plans make of it
+
+
+def test_a_plan_behind_a_long_text_uses_what_was_measured_there(timed: Any) -> None:
+    """Up to 1,536 tokens rows cost nothing, behind 8,000 each costs more than a pass: a line would not say so."""
+    timed(lambda role, length, rows: 0.01 if role == DRAFT else 1.0 + length / 8000 + 3 * rows * (length > 4000))
+    whole, short = measure(pair(8000), quiet, repeats=1), measure(pair(8000), quiet, CONTEXTS, repeats=1)
+    assert whole.target.contexts == (*CONTEXTS, 8000) and whole.target.at(4, 8000) == pytest.approx(14.0)
+    assert short.target.at(4, 8000) == pytest.approx(2.0)
+    free = HostCosts(0.0, 0.0, 0.0)
+    plans = [
+        Controller(replace(costs, greedy=free), CHAIN, greedy=True).plan(context, 100)
+        for costs, context in ((short, 8000), (whole, 8000), (whole, 1024))
+    ]
+    assert [plan.depth > 0 for plan in plans] == [True, False, True]
+
+
+def test_a_table_knows_whether_passes_are_filled_up_to_a_width() -> None:
+    given = pair()
+    for engine, backend in zip(given.engines.values(), ("native", "onnxruntime"), strict=True):
+        engine.spec = replace(engine.spec, backend=backend)
+    costs = measure(given, quiet, contexts=(8,), repeats=1)
+    assert not costs.target.padded and costs.draft is not None and costs.draft.padded

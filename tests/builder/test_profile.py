@@ -1,34 +1,42 @@
-"""draftwood profile: every pass is measured, the table lands in the bundle, and the next request plans by it."""
+"""draftwood profile: the table lands in the bundle and the next request plans by it; a layer is compared with another
+backend; tables of other bundles and machines are noticed. Time is a script's."""
 
 from __future__ import annotations
 
 import json
-import math
 import re
 import shutil
+import sys
 from dataclasses import replace
-from functools import cached_property
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
-from controllers import CHAIN
+from bundling import DEMO, built_native
 from costs import table
 from disk import largest_file
-from fakes import FakeEngine, random_model
-from steps import counted, quiet
 
-from draftwood.builder.pass_times import Pair, thinned_out
-from draftwood.builder.profile import CONTEXTS, TURNS, brief_contexts, measure
+from draftwood.builder.comparison import MOST_PARAMETERS, compare, num_weights, one_layer
+from draftwood.builder.pass_times import time_pass
+from draftwood.cli import profile
 from draftwood.cli.main import main
-from draftwood.models.bindings import DRAFT, ROLES, TARGET
-from draftwood.models.errors import ConfigError
+from draftwood.models.config import LlamaConfig
+from draftwood.models.errors import BundleError, EngineError
+from draftwood.plugins.installation import install
 from draftwood.runtime import LLM, SamplingParams
 from draftwood.runtime.bundle.bundle import COSTS, EngineBundle
 from draftwood.runtime.bundle.costs import fingerprint, read_costs, write_costs
-from draftwood.runtime.engines.base import ForwardOutput, TokenBatch
-from draftwood.runtime.speculation.planning.controller import Controller
-from draftwood.runtime.speculation.planning.cost import HostCosts
+from draftwood.runtime.engines.backends import NATIVE
+from draftwood.runtime.engines.base import Engine
+from draftwood.runtime.engines.comparison import Comparison
+from draftwood.runtime.engines.passes import causal_batch
+
+SEVEN_BILLION = LlamaConfig(32000, 4096, 11008, 32, 32, 8, 128, 4096, 1e-5, 1e4)
+SMALL = LlamaConfig(49152, 128, 250, 30, 4, 2, 32, 2048, 1e-5, 1e4, tie_embeddings=True)
+SLOW = Comparison("native fp32", "onnxruntime fp32", (1, 8), (0.003, 0.001), (0.002, 0.002))
+Output = pytest.CaptureFixture[str]
 
 
 @pytest.fixture
@@ -36,112 +44,12 @@ def bundle(tiny_bundle: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(tiny_bundle, tmp_path / "bundle"))
 
 
-def test_every_width_is_measured_behind_every_context_that_fits(tiny_bundle: Path) -> None:
-    bundle, left = EngineBundle.open(tiny_bundle), dict[str, int]()
-    engines = {role: bundle.open_engine(role, threads=1) for role in ROLES}
-    longest = bundle.manifest.max_length
-    costs = measure(Pair(engines, longest, {"threads": 1}), counted(left), contexts=(16, 8, 16, longest + 1), repeats=2)
-    for role, passes in zip(ROLES, (costs.target, costs.draft), strict=True):
-        assert passes is not None and passes.widths == engines[role].spec.widths and passes.contexts == (8, 16)
-        assert all(list(row) == sorted(row) and row[0] > 0 for row in passes.seconds)
-    assert costs.machine == {"threads": 1} and costs.spread is not None and costs.spread >= 1
-    assert costs.greedy.round > 0 or costs.greedy.token > 0
-    assert len(left) == 3 and set(left.values()) == {0}
+@pytest.fixture(scope="module")
+def native(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return built_native(DEMO, tmp_path_factory.mktemp("compared") / "bundle", "int8")
 
 
-def test_a_build_measures_briefly(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Everything once, where the time is up at once, and the host in one turn; the shortest and the longest context."""
-    assert [brief_contexts(length) for length in (10, 64, 1024)] == [(64,), (64,), (64, 512)]
-    assert [brief_contexts(length) for length in (2048, 8000, 9000)] == [(64, 2048), (64, 1536, 8000), (64, 1536, 8192)]
-    engines = {role: Counting(random_model(0, 8), 8, role) for role in ROLES}
-    left = dict[str, int]()
-    turns: dict[Any, list[float]] = {}
-    monkeypatch.setattr("draftwood.builder.profile.host_rounds", lambda *of: turns.setdefault(of[2:], [1.0]))
-    for seconds, repeats, passes in ((0, 9, 1), (0, 1, 1), (math.inf, 4, 5)):
-        turns.clear()
-        for engine in engines.values():
-            engine.seen.clear()
-        costs = measure(Pair(engines, 200, {}), counted(left), (64,), repeats, seconds)
-        assert costs.target.contexts == (64,) and costs.target.widths == engines[TARGET].spec.widths
-        for engine in engines.values():
-            before = [width for length, width in engine.seen if length == 64]
-            assert before.count(engine.spec.max_width) == passes * (2 if engine.spec.role == DRAFT else 1)
-        assert {turn for _, turn, *_ in turns} == set(range(1 if seconds == 0 else TURNS))
-    assert left and not any(left.values())
-
-
-def test_behind_further_contexts_a_build_measures_few_widths(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The others are between them. Here rows cost more, the longer the context is."""
-    engines = {role: FakeEngine(random_model(0, 64), 64, role) for role in ROLES}
-    seen = dict[tuple[str, int], set[int]]()
-
-    def timed(engine: FakeEngine, cache: Any, width: int) -> float:
-        seen.setdefault((engine.spec.role, cache.length), set()).add(width)
-        return 1 + 0.1 * width + 0.001 * width * float(cache.length)
-
-    monkeypatch.setattr("draftwood.builder.pass_times.time_pass", timed)
-    costs = measure(Pair(engines, 200, {}), quiet, (8, 100), 2, 1.0)
-    assert costs.draft is not None and costs.further is not None
-    for role, costs_of in ((TARGET, costs.target), (DRAFT, costs.draft), (DRAFT, costs.further)):
-        widths = engines[role].spec.widths
-        assert costs_of.widths == widths and seen[role, 8] == set(widths) > seen[role, 100] == set(thinned_out(widths))
-        expected = [1 + 0.2 * width for width in widths]
-        assert costs_of.seconds[1] == pytest.approx(expected, rel=0.05)
-    measure(Pair(engines, 200, {}), quiet, (8, 101), 2)
-    assert seen[TARGET, 101] == seen[TARGET, 8]
-
-
-def test_a_plan_behind_a_long_text_uses_what_was_measured_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Up to 1,536 tokens rows cost nothing, behind 8,000 each costs more than a pass: a line would not say so."""
-    engines = {role: FakeEngine(random_model(0, 8), 8, role) for role in ROLES}
-
-    def timed(engine: FakeEngine, cache: Any, width: int) -> float:
-        if engine.spec.role == DRAFT:
-            return 0.01
-        return 1.0 + float(cache.length) / 8000 + 3 * width * bool(cache.length > 4000)
-
-    monkeypatch.setattr("draftwood.builder.pass_times.time_pass", timed)
-    pair = Pair(engines, 8000, {})
-    whole = measure(pair, quiet, repeats=1)
-    short = measure(pair, quiet, CONTEXTS, repeats=1)
-    assert whole.target.contexts == (*CONTEXTS, 8000) and whole.target.at(4, 8000) == pytest.approx(14.0)
-    assert short.target.at(4, 8000) == pytest.approx(2.0)
-    free = HostCosts(0.0, 0.0, 0.0)
-    plans = [
-        Controller(replace(costs, greedy=free), CHAIN, greedy=True).plan(context, 100)
-        for costs, context in ((short, 8000), (whole, 8000), (whole, 1024))
-    ]
-    assert [plan.depth > 0 for plan in plans] == [True, False, True]
-
-
-class Counting(FakeEngine):
-    """Remembers the tokens before each pass, and its rows."""
-
-    def score(self, batch: TokenBatch, cache: Any) -> ForwardOutput:
-        self.seen.append((cache.length, batch.num_tokens))
-        return super().score(batch, cache)
-
-    @cached_property
-    def seen(self) -> list[tuple[int, int]]:
-        return []
-
-
-def test_a_table_knows_whether_passes_are_filled_up_to_a_width() -> None:
-    engines = {role: FakeEngine(random_model(0, 8), 8, role) for role in ROLES}
-    for engine, backend in zip(engines.values(), ("native", "onnxruntime"), strict=True):
-        engine.spec = replace(engine.spec, backend=backend)
-    costs = measure(Pair(engines, 200, {}), quiet, contexts=(8,), repeats=1)
-    assert not costs.target.padded and costs.draft is not None and costs.draft.padded
-
-
-def test_no_context_that_fits_is_an_error(tiny_bundle: Path) -> None:
-    bundle = EngineBundle.open(tiny_bundle)
-    engines = {role: bundle.open_engine(role) for role in ROLES}
-    with pytest.raises(ConfigError, match="name shorter ones"):
-        measure(Pair(engines, bundle.manifest.max_length, {}), quiet, contexts=(10**6,))
-
-
-def test_the_command_stores_what_generate_then_reads(bundle: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_stores_what_generate_then_reads(bundle: Path, capsys: Output) -> None:
     (bundle / COSTS).unlink(missing_ok=True)
     assert main(["profile", str(bundle), "--contexts", "8", "--threads", "1"]) == 0
     out = capsys.readouterr().out
@@ -152,13 +60,15 @@ def test_the_command_stores_what_generate_then_reads(bundle: Path, capsys: pytes
     assert costs is not None and shown["target"]["contexts"] == [8, 32] == list(costs.target.contexts)
     with LLM(bundle) as llm:
         stats = llm.generate("hello", SamplingParams(max_tokens=20, ignore_eos=True))[0].stats
-    plain = costs.target.at(1, 8)
-    assert stats.expected_seconds >= stats.target_passes * plain * 0.5
+    assert stats.expected_seconds >= stats.target_passes * costs.target.at(1, 8) * 0.5
     EngineBundle.open(bundle)  # the table is no part of what is sealed
+    (bundle / COSTS).write_text("{}")
+    assert main(["generate", str(bundle), "--prompt", "hello", "--max-tokens", "4"]) == 2
+    assert "draftwood profile" in capsys.readouterr().err
 
 
 def test_what_cannot_be_stored_is_not_measured(
-    tiny_bundle: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tiny_bundle: Path, capsys: Output, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It was measured for minutes, and then lost."""
     monkeypatch.setattr(EngineBundle, "open_engine", None)
@@ -169,60 +79,125 @@ def test_what_cannot_be_stored_is_not_measured(
     assert sorted(tiny_bundle.iterdir()) == before
 
 
-@pytest.mark.parametrize(("busy", "told"), [(1.0, True), (1e9, False)])
-def test_a_table_that_a_busy_machine_gave_is_told(
-    busy: float,
-    told: bool,
-    bundle: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr("draftwood.cli.profile.BUSY", busy)
-    assert main(["profile", str(bundle), "--contexts", "8", "--json"]) == 0
-    shown, error = capsys.readouterr()
-    assert json.loads(shown)["spread"] > 1 and ("The machine was busy" in error) == told
-
-
-def test_a_table_of_another_bundle_is_noticed(bundle: Path, no_bos_bundle: Path) -> None:
-    """Of one architecture: a table that fits would not show it."""
-    machine = fingerprint(EngineBundle.open(no_bos_bundle).manifest, "cpu", 0, 0)
-    write_costs(replace(table(), machine=machine), bundle)
-    with LLM(bundle) as llm:
-        assert len(llm.stale_costs) == 1 and llm.stale_costs[0].startswith("bundle ")
-
-
-def test_a_damaged_table_is_one_clear_line(bundle: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (bundle / COSTS).write_text("{}")
-    assert main(["generate", str(bundle), "--prompt", "hello", "--max-tokens", "4"]) == 2
-    assert "draftwood profile" in capsys.readouterr().err
-
-
-def test_costs_from_another_machine_are_noticed(
-    bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+def test_costs_of_another_bundle_or_machine_are_noticed(
+    bundle: Path, no_bos_bundle: Path, capsys: Output, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def served(*_: object) -> bool:
         return True
 
-    foreign = {**fingerprint(EngineBundle.open(bundle).manifest, "cpu", 0, 0), "processor": "abacus"}
-    write_costs(replace(table(), machine=foreign), bundle)
-    with LLM(bundle) as llm:
-        assert len(llm.stale_costs) == 1 and "abacus" in llm.stale_costs[0]
-    assert main(["generate", str(bundle), "--prompt", "hello", "--max-tokens", "4"]) == 0
-    assert "measured elsewhere" in capsys.readouterr().err
-    prompts = tmp_path / "prompts.jsonl"
+    def stale(machine: dict[str, Any]) -> str:
+        write_costs(replace(table(), machine=machine), bundle)
+        with LLM(bundle) as llm:
+            (said,) = llm.stale_costs
+        return said
+
+    def shown_by(command: str, *options: str) -> str:
+        assert main([command, str(bundle), *options]) == 0
+        return "".join(capsys.readouterr())
+
+    assert stale(fingerprint(EngineBundle.open(no_bos_bundle).manifest, "cpu", 0, 0)).startswith("bundle ")
+    assert "abacus" in stale(fingerprint(EngineBundle.open(bundle).manifest, "cpu", 0, 0) | {"processor": "abacus"})
+    assert "measured elsewhere" in shown_by("generate", "--prompt", "hello", "--max-tokens", "4")
+    prompts = bundle.with_name("prompts.jsonl")
     prompts.write_text('{"prompt": "hello"}')
-    assert main(["bench", str(bundle), "--prompts", str(prompts), "--configs", "auto", "--max-tokens", "4"]) == 0
-    assert "measured elsewhere (processor" in capsys.readouterr().err
-    assert main(["inspect", str(bundle), "--json"]) == 0
-    shown = json.loads(capsys.readouterr().out)["costs"]
+    benched = shown_by("bench", "--prompts", str(prompts), "--configs", "auto", "--max-tokens", "4")
+    assert "measured elsewhere (processor" in benched
+    shown = json.loads(shown_by("inspect", "--json"))["costs"]
     assert shown["source"] == "measured elsewhere" and "abacus there" in shown["differences"][0]
-    assert main(["inspect", str(bundle)]) == 0
-    text = capsys.readouterr().out
+    text = shown_by("inspect")
     assert re.search(r"costs .* measured elsewhere", text) and "draftwood profile measures" in text
     assert f"Costs were measured elsewhere: {shown['differences'][0]}." in text
     monkeypatch.setattr("draftwood.runtime.serving.http.server.serve", served)
-    assert main(["serve", str(bundle), "--port", "0"]) == 0
-    assert "measured elsewhere" in capsys.readouterr().err
-    assert main(["profile", str(bundle), "--contexts", "8"]) == 0
+    assert "measured elsewhere" in shown_by("serve", "--port", "0")
+    shown_by("profile", "--contexts", "8")
     with LLM(bundle) as llm:
         assert llm.stale_costs == []
+
+
+# A layer with two backends
+
+
+@pytest.mark.parametrize("precision", NATIVE.precisions)
+def test_both_backends_compute_the_layer(precision: str) -> None:
+    """And the least of a backend's times counts, after the first passes."""
+    seen: list[tuple[str, str]] = []
+    others = cycle([5.0, 1.0, 7.0])  # how much longer other programs make a pass
+
+    def seconds_of(engine: Engine, cache: Any, rows: int) -> float:
+        name = engine.spec.backend
+        if (name, engine.spec.precision) not in seen:
+            seen.append((name, engine.spec.precision))
+            assert time_pass(engine, cache, rows) > 0
+            output = engine.score(causal_batch(engine.spec, [1], cache.length), cache)
+            cache.truncate(cache.length)
+            assert np.isfinite(output.logits).all() and np.ptp(output.logits) > 0
+            return 1e-9  # a first pass, which does not count
+        times = {("native", 1): 3.0, ("native", 8): 2.0, ("onnxruntime", 1): 2.0, ("onnxruntime", 8): 8.0}
+        return times[name, rows] * next(others)
+
+    found = compare(SMALL, NATIVE, precision, 1, seconds_of)
+    beside = precision if precision in ("int8", "int4") else "fp32"
+    assert seen == [("native", precision), ("onnxruntime", beside)]
+    assert (found.backend, found.other) == (f"native {precision}", f"onnxruntime {beside}")
+    assert found.rows == (1, 8) and found.ratios == (1.5, 0.25) and found.is_slower
+
+
+def test_a_layer_is_halved_until_it_is_small() -> None:
+    config = one_layer(SEVEN_BILLION)
+    assert config.num_layers == 1 and num_weights(config) <= MOST_PARAMETERS < 4 * num_weights(config) + 1
+    assert config.num_heads == 4 * config.num_kv_heads and config.head_dim == 128
+    assert config.hidden_size % 32 == config.intermediate_size % 32 == 0
+    small = one_layer(SMALL)
+    assert (small.hidden_size, small.intermediate_size, small.num_heads, small.num_kv_heads) == (128, 256, 4, 2)
+
+
+def test_a_faster_rival_is_stored_and_said_where_the_machine_is_quiet(
+    native: Path, capsys: Output, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for found, busy, said in (
+        (SLOW, 1e9, True),
+        (SLOW, 1.0, False),  # every machine is busier than this
+        (replace(SLOW, seconds=(0.002, 0.001)), 1e9, False),
+    ):
+        monkeypatch.setattr(profile, "BUSY", busy)
+        monkeypatch.setattr(profile, "compare_layers", lambda *_: found)  # noqa: B023
+        assert main(["profile", str(native), "--contexts", "8", "--json"]) == 0
+        printed = capsys.readouterr()
+        assert ("The machine was busy" in printed.err) == (busy == 1.0)
+        assert ("Backend onnxruntime takes 0.67 of the time for a layer at 1 row" in printed.err) == said
+        assert ("is 1.50 at 1 row, 0.50 at 8 rows" in printed.err) == said
+        costs = read_costs(native)
+        assert costs is not None and costs.compared == found
+        assert json.loads(printed.out)["compared"]["other"] == "onnxruntime fp32"
+        assert main(["inspect", str(native), "--json"]) == 0
+        assert json.loads(capsys.readouterr().out)["costs"]["compared"]["seconds"] == list(found.seconds)
+    assert main(["inspect", str(native)]) == 0
+    assert "compared" in capsys.readouterr().out
+
+
+def test_what_cannot_be_compared_is_said(native: Path, capsys: Output, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Costs are measured all the same."""
+    monkeypatch.setattr("draftwood.runtime.engines.backends.find_spec", lambda name: None)
+    with pytest.raises(EngineError, match="onnxruntime is not installed"):
+        compare(SMALL, NATIVE, "fp32")
+    monkeypatch.undo()
+    monkeypatch.setitem(sys.modules, "draftwood.builder.comparison", None)
+    assert main(["profile", str(native), "--contexts", "8", "--json"]) == 0
+    printed = capsys.readouterr()
+    assert "Not compared with onnxruntime:" in printed.err and f"{install('build', 'cpu')}" in printed.err
+    assert json.loads(printed.out)["compared"] is None
+
+
+def test_a_damaged_comparison_is_refused(native: Path) -> None:
+    """costs.json may be a stranger's."""
+    write_costs(table(), native)
+    content = json.loads((native / COSTS).read_text())
+    good = {"backend": "a", "other": "b", "rows": [1], "seconds": [1.0], "other_seconds": [2.0]}
+    changes: list[dict[str, Any]] = [{"rows": []}, {"seconds": [0.0]}, {"seconds": [-1.0]}, {"rows": [0]}]
+    for change in [*changes, {"other_seconds": [1.0, 2.0]}]:
+        (native / COSTS).write_text(json.dumps(content | {"compared": good | change}))
+        with pytest.raises(BundleError, match="damaged"):
+            read_costs(native)
+    (native / COSTS).write_text(json.dumps(content | {"compared": good}))
+    costs = read_costs(native)
+    assert costs is not None and costs.compared is not None and costs.compared.ratios == (0.5,)

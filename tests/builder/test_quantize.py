@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import gc
+import tracemalloc
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -14,12 +19,14 @@ from checkpoints import edit_weights, write_checkpoint
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 from lowbit import assert_same_bits, greedy_texts, held, in_one_pass, one_by_one, open_engine
+from native_parts import held as held_natively
 from numpy.typing import NDArray
 from steps import quiet
 from trees import Tree
 
-from draftwood.builder.checkpoints.checkpoint import Checkpoint
+from draftwood.builder.checkpoints.checkpoint import Checkpoint, is_finite
 from draftwood.builder.engines import graph
+from draftwood.builder.engines.native import write_weights
 from draftwood.builder.options import BuildOptions
 from draftwood.builder.parallel import PART
 from draftwood.builder.parity import largest_difference, rows_of
@@ -27,17 +34,10 @@ from draftwood.builder.pipeline import build
 from draftwood.builder.quantization.formats import FORMATS, QuantizedCheckpoint, RoundedCheckpoint, WeightFormat
 from draftwood.builder.reference import score_rows
 from draftwood.models import bindings
-from draftwood.models.config import LlamaConfig
 from draftwood.models.errors import BundleError, CheckpointError, ConfigError
-from draftwood.models.layers import network_of, num_parameters
 from draftwood.runtime import SpeculativeConfig
 from draftwood.runtime.engines.backends import BLOCKS
 from draftwood.runtime.engines.base import ForwardOutput
-
-
-def tensors(checkpoint: Checkpoint) -> dict[str, NDArray[np.float32]]:
-    return {name: checkpoint.tensor(name).astype(np.float32) for name in network_of(checkpoint.config).tensors()}
-
 
 formats = st.builds(WeightFormat, st.sampled_from([8, 4]), st.sampled_from(BLOCKS))
 
@@ -139,9 +139,12 @@ def test_a_matrix_of_many_parts_is_rounded_as_its_rows_are(key: tuple[str, str])
 
 @pytest.mark.parametrize("precision", bindings.INTEGERS)
 @pytest.mark.parametrize("shape", ["gqa", "tied", "biases", "demo draft"])
-def test_engines_compute_with_exactly_the_oracles_weights(shape: str, precision: str, tmp_path: Path) -> None:
+def test_engines_compute_with_exactly_the_oracles_weights(
+    shape: str, precision: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """With fp32 activations an engine agrees with torch on the dequantised weights as closely as an fp32 engine does;
-    with rounded ones, its own arithmetic, it stays near."""
+    with rounded ones, its own arithmetic, it stays near. Weights may stand beside the graph."""
+    monkeypatch.setattr(graph, "EXTERNAL_DATA_BYTES", 0 if shape == "tied" else 10**9)
     folder = DEMO / "draft" if shape == "demo draft" else write_checkpoint(tmp_path / "checkpoint", shape)
     weights = held(folder, "onnxruntime", precision)
     for computed, limit in (("fp32", 2e-5), (precision, 0.1)):
@@ -149,6 +152,7 @@ def test_engines_compute_with_exactly_the_oracles_weights(shape: str, precision:
         difference = largest_difference(engine, score_rows(weights.tensor, weights.config, rows_of(engine.spec)))
         assert 0 < difference < limit
     assert difference > 1e-4  # rounding happens
+    assert (tmp_path / "draft.onnx.data").exists() == (shape == "tied")
 
 
 def test_parity_sees_another_weight(tmp_path: Path) -> None:
@@ -219,36 +223,6 @@ def test_a_size_without_blocks_is_refused_before_anything_is_written(tmp_path: P
         QuantizedCheckpoint(Checkpoint(folder), FORMATS["onnxruntime", "int4"])
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"precision": "int8-dynamic"}, "a row's logits then depend on its siblings.*Choose int8"),
-        ({"precision": "int3"}, "'int3' is not available for onnxruntime; choose fp32, int8, int4"),
-        ({"draft_precision": "bf16"}, "'bf16' is not available for onnxruntime; choose fp32, int8, int4"),
-        ({"draft_backend": "abacus"}, "'abacus' is not available for the draft beside onnxruntime"),
-        ({"draft_backend": "tensorrt-rtx"}, "'tensorrt-rtx' is not available for the draft beside onnxruntime"),
-        (
-            {"backend": "tensorrt", "draft_backend": "tensorrt-rtx"},
-            "'tensorrt-rtx' is not available for the draft beside tensorrt",
-        ),
-    ],
-)
-def test_what_cannot_be_built_is_refused_with_the_reason(options: dict[str, str], message: str, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=message):
-        BuildOptions(tmp_path, tmp_path, tmp_path, **options)  # type: ignore[arg-type] # keys are fields
-
-
-def test_large_low_bit_weights_stand_beside_the_graph(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = open_engine(DEMO / "draft", "onnxruntime", "int4", tmp_path / "whole.onnx")
-    monkeypatch.setattr(graph, "EXTERNAL_DATA_BYTES", 0)
-    beside = open_engine(DEMO / "draft", "onnxruntime", "int4", tmp_path / "beside.onnx")
-    config: LlamaConfig = beside.spec.model
-    matrices = num_parameters(config) - 2 * config.vocab_size * config.hidden_size + config.vocab_size * 128
-    data = (tmp_path / "beside.onnx.data").stat().st_size
-    assert data < 4 * config.vocab_size * config.hidden_size + 0.7 * matrices + 4 * 64 * 1024 + 10_000
-    assert_same_bits(*(one_by_one(engine, [1], [5, 6]) for engine in (whole, beside)))
-
-
 @pytest.mark.parametrize("precision", bindings.INTEGERS)
 def test_onnx_runtime_gives_a_chain_the_bits_of_plain_decoding(precision: str, tmp_path: Path) -> None:
     """In passes of two rows or more, and in chains: its attention adds in vector lanes, so that a tree, whose paths
@@ -269,3 +243,44 @@ def test_speculative_text_is_plain_text(precision: str, tmp_path: Path) -> None:
     prompts = ["def fibonacci(n):\n", "import os\n\n", "class Stack:\n    "]
     chain = SpeculativeConfig("chain", max_draft_len=5, budget="fixed")
     assert greedy_texts(options.output, chain, prompts, 100) == greedy_texts(options.output, None, prompts, 100)
+
+
+WIDTHS = (1, 2, 4, 8, 16, 32)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "int8", "int4"])
+def test_packing_needs_the_memory_of_one_layer(precision: str, tmp_path: Path) -> None:
+    """Numpy's memory at its highest is that of one layer, however many there are."""
+    peaks = []
+    for layers in (2, 12):
+        sizes: dict[str, Any] = {"hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": layers}
+        weights = held_natively(write_checkpoint(tmp_path / f"{layers}", **sizes), precision)
+        followed: list[int] = []
+        write_weights(weights, 64, tmp_path / "warm", follow=followed.append)
+        assert followed == list(range(layers))
+        peaks.append(min(peak_of(partial(write_weights, weights, 64, tmp_path / "file")) for _ in range(3)))
+    assert peaks[1] < 1.5 * peaks[0]  # with all of twelve layers it is more than four times as much
+
+
+def peak_of(work: Callable[[], object]) -> int:
+    """Bytes that numpy and Python have at most while `work` runs."""
+    gc.collect()
+    tracemalloc.start()
+    try:
+        work()
+        return tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+
+
+@pytest.mark.parametrize(
+    ("dtype", "largest"), [(np.float32, 3.4028235e38), (np.float16, 65504.0), (ml_dtypes.bfloat16, 3.3895314e38)]
+)
+def test_what_is_not_finite_is_found(dtype: type, largest: float) -> None:
+    numbers: NDArray[Any] = np.array([[0.0, -0.0, largest, -largest, 1e-7, -1.0]], dtype)
+    assert is_finite(numbers) and is_finite(numbers[:, :0])
+    for wrong in (np.nan, -np.nan, np.inf, -np.inf):
+        for place in range(6):
+            damaged = numbers.copy()
+            damaged[0, place] = wrong
+            assert not is_finite(damaged)

@@ -110,13 +110,6 @@ def test_i13_labels_by_hand() -> None:
     assert np.allclose(np.bincount(y.flatten().numpy()) / 4000, q, atol=0.03)
 
 
-def test_mixing_takes_each_text_where_it_says_so() -> None:
-    x, y = torch.zeros(50, 80, dtype=torch.int64), torch.ones(50, 80, dtype=torch.int64)
-    z, drafted = mix(x, y, 0.15, seeded())
-    assert torch.equal(z, drafted.long()) and abs(float((~drafted).float().mean()) - 0.15) < 0.02
-    assert mix(x, y, 0.0, seeded())[1].all()
-
-
 def test_i13_an_example_is_the_state_of_a_drafted_token_after_the_final_norm(pair: tuple[Llama, Llama]) -> None:
     """X positions of the mixed text are in its context and in no example: the loss cannot see them."""
     target, draft = pair

@@ -94,10 +94,7 @@ MISTAKES: list[tuple[str | list[str], str]] = [
     (["bench", "x", "--prompts", "y", "--limit", "two"], "--limit: write a whole number, at least 1, not 'two'"),
     (["serve", "x", "--drain-timeout", "-1"], "write a number of seconds above 0, not '-1'"),
     (["bild"], "did you mean build?"),
-    (
-        ["build", "--target", "x", "--draft", "y", "--output", "z", "--precison", "int4"],
-        "did you mean --precision?",
-    ),
+    (["build", "--target", "x", "--draft", "y", "--output", "z", "--precison", "int4"], "did you mean --precision?"),
     (["generate", "x", "--prompt", "y", "--tempratur=0"], "did you mean --temperature?"),
     (["generate", "x", "y", "--prompt", "z"], "unrecognized arguments: y "),
     (["generate", "x", "--prompt", "y", "--bogus"], "unrecognized arguments: --bogus "),

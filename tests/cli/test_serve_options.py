@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.util
 import socket
+from pathlib import Path
 
 import pytest
 
@@ -40,3 +42,12 @@ def test_a_port_that_is_taken_is_told_before_a_model_is_built(
     with socket.create_server(("127.0.0.1", 0)) as taken:
         assert main(["serve", "m.gguf", "--port", str(taken.getsockname()[1])]) == 2
     assert "cannot listen on 127.0.0.1 port" in capsys.readouterr().err
+
+
+def test_triton_is_looked_for_before_anything_is_written(
+    tiny_bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert main(["triton", str(tiny_bundle), "--output", str(tmp_path / "models"), "--run"]) == 2
+    assert "Triton Inference Server is not installed" in capsys.readouterr().err
+    assert not (tmp_path / "models").exists()

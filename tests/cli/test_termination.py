@@ -1,7 +1,9 @@
-"""SIGTERM, as from a container that is stopped, and a closed terminal leave as little behind as Ctrl-C."""
+"""SIGTERM, as from a container that is stopped, and a closed terminal leave as little behind as Ctrl-C, which ends a
+line, an answer or the command."""
 
 from __future__ import annotations
 
+import builtins
 import os
 import signal
 import subprocess
@@ -15,8 +17,10 @@ from types import SimpleNamespace
 import pytest
 
 from draftwood.__main__ import main as command
+from draftwood.cli.line_editor import LineEditor
 from draftwood.cli.main import main
 from draftwood.cli.termination import termination_unwinds
+from draftwood.runtime import RequestError
 
 # `draftwood` whose builds do not end: the second engine takes as long as a test may wait.
 UNFINISHED = """
@@ -145,3 +149,66 @@ def test_an_interrupt_while_the_commands_are_loaded_is_no_traceback(
     monkeypatch.setattr(sys, "meta_path", [Interrupted(), *sys.meta_path])
     assert command() == 130
     assert capsys.readouterr().err == "draftwood: interrupted\n"
+
+
+@pytest.fixture
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DRAFTWOOD_CACHE", str(tmp_path / "cache"))
+
+
+@pytest.fixture
+def handler() -> Iterator[object]:
+    before = signal.getsignal(signal.SIGINT)
+    yield before
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+@pytest.mark.usefixtures("own_cache")
+def test_ctrl_c_ends_reading_stops_a_block_and_else_does_nothing(
+    handler: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def press(prompt: str) -> str:
+        signal.raise_signal(signal.SIGINT)
+        return "too late"
+
+    monkeypatch.setattr(builtins, "input", press)
+    with LineEditor() as editor:
+        with pytest.raises(KeyboardInterrupt):
+            editor.read("> ")
+        signal.raise_signal(signal.SIGINT)
+        with editor.stoppable() as stop:
+            assert not stop.is_set()
+            signal.raise_signal(signal.SIGINT)
+            assert stop.is_set()
+        with editor.stoppable() as stop:
+            assert not stop.is_set()
+        signal.raise_signal(signal.SIGINT)
+        assert signal.getsignal(signal.SIGINT) is not handler
+
+
+@pytest.mark.usefixtures("own_cache")
+@pytest.mark.parametrize("line", ["half \udcff a character", None])
+def test_a_line_that_is_no_utf_8_is_named(line: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    def read(prompt: str) -> str:
+        return b"\xff".decode() if line is None else line
+
+    monkeypatch.setattr(builtins, "input", read)
+    with LineEditor() as editor, pytest.raises(RequestError, match="no UTF-8 text"):
+        editor.read("> ")
+
+
+@pytest.mark.usefixtures("handler", "own_cache")
+@pytest.mark.parametrize("obstacle", ["no readline", "no folder", "no home"])
+def test_without_a_history_lines_are_read_all_the_same(
+    obstacle: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if obstacle == "no readline":
+        monkeypatch.setitem(sys.modules, "readline", None)
+    elif obstacle == "no folder":
+        (tmp_path / "cache").write_text("a file")
+    else:
+        monkeypatch.setattr("draftwood.cli.line_editor.cache_folder", lambda: None)
+    monkeypatch.setattr(builtins, "input", lambda prompt: "hello")
+    with LineEditor() as editor:
+        assert editor.read("> ") == "hello"
+    assert not (tmp_path / "cache").is_dir()

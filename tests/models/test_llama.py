@@ -1,19 +1,33 @@
-"""The torch model itself: whole sequences, gradients, and batches, which no engine asks it for."""
+"""The torch model itself, with gradients and batches, which no engine asks it for; and the description of its layers:
+it names what transformers writes, and says enough to compute other families' layers."""
 
 from __future__ import annotations
 
+import json
+import math
+from collections import Counter
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from checkpoints import SHAPES, VOCAB_SIZE, write_checkpoint
+from checkpoints import GQA, SHAPES, VOCAB_SIZE, write_checkpoint
+from families import write_family
+from safetensors.numpy import load_file
 from transformers import LlamaForCausalLM
 
 from draftwood.builder.checkpoints.checkpoint import Checkpoint
 from draftwood.models import bindings
-from draftwood.models.layers import network_of
+from draftwood.models.config import LlamaConfig
+from draftwood.models.families import Variant
+from draftwood.models.layers import layer_of, network_of, num_parameters
 from draftwood.models.llama import Llama
+from draftwood.models.rope_scaling import RopeScaling
+from draftwood.models.typed import typed
+from draftwood.plugins.native import library
+from draftwood.runtime.bundle.checks import Unsound, check_model
 
 
 def loaded(folder: Path, positions: int = 64) -> Llama:
@@ -67,10 +81,100 @@ def test_both_ways_in_agree_for_a_batch(tmp_path: Path) -> None:
         torch.testing.assert_close(leaves.hidden[:, leaf], expected.hidden[:, -1], atol=2e-4, rtol=0)
 
 
-def test_half_precision_stays_close(tmp_path: Path) -> None:
-    model, token_ids = loaded(write_checkpoint(tmp_path)), random_ids(1, 30)
-    with torch.no_grad():
-        wide = model.full(token_ids).logits
-        narrow = model.to(torch.bfloat16).full(token_ids).logits
-    assert narrow.dtype == torch.bfloat16
-    assert (narrow.float() - wide).abs().mean() < 0.05 * wide.std()
+LLAMA = LlamaConfig.from_hf(GQA | {"architectures": ["LlamaForCausalLM"]})
+
+
+def read(fields: dict[str, Any]) -> LlamaConfig:
+    """As a manifest is read."""
+    config: LlamaConfig = typed(LlamaConfig, json.loads(json.dumps(fields)), "model")
+    return config
+
+
+def parts(config: LlamaConfig) -> list[Any]:
+    network = network_of(config)
+    layers = [part for layer in network.layers for part in (*layer.norms, *layer.matrices)]
+    return [network.embedding, *layers, network.norm, network.head]
+
+
+VARIANTS = [
+    Variant(qk_norm=True),
+    Variant(qkv_bias=True),
+    Variant(layers_without_rope=(1,)),
+    Variant(embedding_multiplier=6.0, attention_multiplier=0.2, residual_multiplier=0.4, logits_multiplier=0.5),
+]
+
+
+@pytest.mark.parametrize("variant", VARIANTS, ids=lambda variant: "+".join(variant.differences))
+def test_a_variant_survives_json_and_a_llama_has_none(variant: Variant) -> None:
+    config = replace(LLAMA, variant=variant)
+    assert read(config.to_dict()) == config
+    assert config.to_dict()["variant"].keys() == set(config.variant.differences)
+    assert "variant" not in LLAMA.to_dict() and read(LLAMA.to_dict()) == LLAMA
+    scaled = replace(LLAMA, rope_scaling=RopeScaling("llama3", 8.0, original_max_position=64))
+    assert scaled.to_dict()["rope_scaling"] == {"kind": "llama3", "factor": 8.0, "original_max_position": 64}
+    assert read(scaled.to_dict()) == scaled
+    for content in ({"no_such": 1}, 5, None, {"layers_without_rope": 3}):
+        with pytest.raises(ValueError, match=r"model\.variant"):
+            read(config.to_dict() | {"variant": content})
+
+
+@pytest.mark.parametrize("shape", [*SHAPES, "Qwen2", "Qwen3", "SmolLM3", "Granite"])
+def test_every_tensor_belongs_to_one_part(shape: str, tmp_path: Path) -> None:
+    """What transformers wrote, no tensor more, none fewer and none twice; but a tied head is the embedding."""
+    folder = write_checkpoint(tmp_path, shape) if shape in SHAPES else write_family(tmp_path, shape)
+    config = Checkpoint(folder).config
+    stored = {name: tensor.shape for name, tensor in load_file(tmp_path / "model.safetensors").items()}
+    assert network_of(config).tensors() == stored
+    assert num_parameters(config) == sum(math.prod(size) for size in stored.values())
+    counts = Counter(name for part in parts(config) for name in part.tensors())
+    assert {name for name, count in counts.items() if count > 1} == (
+        {"model.embed_tokens.weight"} if config.tie_embeddings else set()
+    )
+    assert set(Counter(part.name for part in parts(config)).values()) == {1}
+    model = Llama(config, 8)
+    assert {name: tuple(weight.shape) for name, weight in model.named_parameters()} == stored
+
+
+def test_the_structures_of_the_kernels_have_the_order_of_the_description() -> None:
+    layer = layer_of(replace(LLAMA, variant=Variant(qk_norm=True)), 0)
+    names = [norm.name for norm in layer.norms] + [matrix.name for matrix in layer.matrices]
+    assert names == [f"layers.0.{name}" for name, *_ in library.Layer._fields_ if name != "pairs"]
+
+
+YARN = RopeScaling("yarn", 4.0, original_max_position=64)
+LONGROPE = RopeScaling("longrope", 4.0, original_max_position=64, factors=(1.0, 1.0, 2.0, 2.0))
+
+
+def varied(**variant: Any) -> dict[str, Any]:
+    return {"variant": Variant(**variant)}
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        *((varied(layers_without_rope=each), "the target has no layers") for each in ((2,), (-1,), (1, 0), (0, 0))),
+        *((varied(rotary_size=size), f"the target's rotary_size is {size}") for size in (0, -2, 3, 10)),
+        *(
+            (varied(**{f"{name}_multiplier": value}), "the target's multipliers are none")
+            for name in ("embedding", "attention", "residual", "logits")
+            for value in (0.0, -1.0)
+        ),
+        *(
+            ({"rope_scaling": scaling, "rope_theta": theta}, "the target's rope_scaling is none")
+            for scaling, theta in (
+                (replace(YARN, attention_factor=0.0), 1e4),
+                (replace(YARN, beta_fast=-1.0), 1e4),
+                (replace(YARN, factors=(1.0,)), 1e4),
+                (replace(YARN, kind="dynamic"), 1e4),
+                (YARN, 1.0),
+                (replace(LONGROPE, factors=(1.0, 2.0)), 1e4),
+                (replace(LONGROPE, factors=(1.0, 0.0, 2.0, 2.0)), 1e4),
+            )
+        ),
+    ],
+)
+def test_a_manifest_that_no_checkpoint_gives_is_refused(fields: dict[str, Any], message: str) -> None:
+    model = replace(LLAMA, **fields)
+    assert read(model.to_dict()) == model
+    with pytest.raises(Unsound, match=message):
+        check_model("target", model)

@@ -47,44 +47,33 @@ def save_adapter(folder: Path, tensors: dict[str, torch.Tensor], settings: Mappi
     folder.mkdir(parents=True, exist_ok=True)
     save_file(tensors, folder / WEIGHTS)
     # What peft 0.21 writes of an adapter with its default settings.
+    absent: tuple[str, ...] = (
+        "alora_invocation_tokens",
+        "arrow_config",
+        "auto_mapping",
+        "corda_config",
+        "eva_config",
+        "exclude_modules",
+    )
+    absent += ("layer_replication", "layers_pattern", "layers_to_transform", "megatron_config", "modules_to_save")
+    absent += ("exclude_modules", "target_parameters", "trainable_token_indices", "use_bdlora")
+    unused = ("ensure_weight_tying", "fan_in_fan_out", "lora_bias", "use_dora", "use_qalora", "use_rslora")
+    empty = ("alpha_pattern", "rank_pattern", "loftq_config")
     config: dict[str, Any] = {
-        "alora_invocation_tokens": None,
-        "alpha_pattern": {},
-        "arrow_config": None,
-        "auto_mapping": None,
-        "base_model_name_or_path": "org/model",
-        "bias": "none",
-        "corda_config": None,
-        "ensure_weight_tying": False,
-        "eva_config": None,
-        "exclude_modules": None,
-        "fan_in_fan_out": False,
-        "inference_mode": True,
-        "init_lora_weights": True,
-        "layer_replication": None,
-        "layers_pattern": None,
-        "layers_to_transform": None,
-        "loftq_config": {},
-        "lora_alpha": 8,
-        "lora_bias": False,
-        "lora_dropout": 0.05,
-        "megatron_config": None,
-        "megatron_core": "megatron.core",
-        "modules_to_save": None,
+        **dict.fromkeys(absent) | dict.fromkeys(unused, False) | {name: {} for name in empty},
         "peft_type": "LORA",
         "peft_version": "0.21.2",
-        "qalora_group_size": 16,
-        "r": 4,
-        "rank_pattern": {},
-        "revision": None,
-        "target_modules": ["q_proj", "v_proj", "down_proj"],
-        "target_parameters": None,
         "task_type": "CAUSAL_LM",
-        "trainable_token_indices": None,
-        "use_bdlora": None,
-        "use_dora": False,
-        "use_qalora": False,
-        "use_rslora": False,
+        "inference_mode": True,
+        "base_model_name_or_path": "org/model",
+        "megatron_core": "megatron.core",
+        "init_lora_weights": True,
+        "bias": "none",
+        "r": 4,
+        "lora_alpha": 8,
+        "lora_dropout": 0.05,
+        "qalora_group_size": 16,
+        "target_modules": ["q_proj", "v_proj", "down_proj"],
     }
     (folder / SETTINGS).write_text(json.dumps(config | dict(settings or {})))
     return folder

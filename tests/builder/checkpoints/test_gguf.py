@@ -1,7 +1,8 @@
-"""GGUF files: configuration and weights as in the folder they come from, logits as transformers computes them."""
+"""GGUF files: settings and weights as in the folder they come from, for every shape and family; what is refused."""
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,82 +11,138 @@ import gguf
 import numpy as np
 import pytest
 import torch
+import transformers
 from checkpoints import SHAPES, VOCAB_SIZE, write_checkpoint, write_tokenizer
 from gguf import GGMLQuantizationType as Kind
-from gguf_files import SCALES, edited, random_blocks, write_all, write_gguf
+from gguf_files import Edit, edited, write_all, write_gguf
 
 from draftwood.builder.checkpoints.checkpoint import Checkpoint
+from draftwood.builder.checkpoints.gguf.config import FAMILIES, config_of
 from draftwood.builder.checkpoints.gguf.file import is_read, read
-from draftwood.builder.checkpoints.gguf.header import read_header
+from draftwood.builder.checkpoints.gguf.header import Metadata, Tensor, read_header
 from draftwood.models.errors import CheckpointError
 from draftwood.models.layers import network_of
 from draftwood.models.llama import Llama
 from draftwood.models.rope import inverse_frequencies
 
-TOLERANCE = 2e-4
 WIDE: dict[str, Any] = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 1, "num_attention_heads": 8}
 ROUNDED: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 8}
 READ = [kind for kind in gguf.GGML_QUANT_SIZES if is_read(kind)]
 
 
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    return write_tokenizer(write_checkpoint(tmp_path / "folder"))
+def refused(file: Path, message: str) -> None:
+    with pytest.raises(CheckpointError, match=message):
+        Checkpoint(file)
 
 
-def logits_of(checkpoint: Checkpoint, tokens: torch.Tensor) -> torch.Tensor:
-    """The torch reference's."""
-    model = Llama(checkpoint.config, tokens.shape[1])
-    names = network_of(checkpoint.config).tensors()
-    model.load_state_dict({name: torch.from_numpy(checkpoint.tensor(name).astype(np.float32)) for name in names})
-    with torch.no_grad():
-        return model.full(tokens).logits
+# As the folder
 
 
-def transformers_logits(file: Path, tokens: torch.Tensor) -> torch.Tensor:
-    """What transformers computes from the same file."""
-    pytest.importorskip("accelerate", reason="transformers reads GGUF files with accelerate")
-    from transformers import LlamaForCausalLM
+SMALL: dict[str, Any] = {
+    "vocab_size": 288,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 5,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 1024,
+    "rms_norm_eps": 2.0**-17,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": None,
+    "tie_word_embeddings": False,
+}
+SCALES = {"embedding_multiplier": 12.0, "attention_multiplier": 0.0625, "residual_multiplier": 0.25}
+MORE: dict[str, dict[str, Any]] = {
+    "qwen2": {},
+    "qwen3": {"head_dim": 16},
+    "phi3": {"sliding_window": None, "original_max_position_embeddings": 1024},
+    "smollm3": {"rope_parameters": {"rope_type": "default", "rope_theta": 5e6}},
+    "granite": SCALES | {"logits_scaling": 8.0},
+}
 
-    model = LlamaForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32)
-    with torch.no_grad():
-        logits: torch.Tensor = model(tokens).logits
-    return logits
+
+def own_settings(architecture: str) -> Edit:
+    """Settings that one family alone has, as llama.cpp's converter writes them."""
+
+    def edit(writer: gguf.GGUFWriter) -> None:
+        if architecture == "granite":
+            writer.add_embedding_scale(SCALES["embedding_multiplier"])
+            writer.add_attention_scale(SCALES["attention_multiplier"])
+            writer.add_residual_scale(SCALES["residual_multiplier"])
+            writer.add_logit_scale(8.0)
+        if architecture == "phi3":
+            writer.add_rope_scaling_orig_ctx_len(1024)
+            writer.add_sliding_window(0)
+
+    return edit
 
 
-def some_tokens() -> torch.Tensor:
-    return torch.from_numpy(np.random.default_rng(0).integers(0, VOCAB_SIZE, (2, 40)))
+@pytest.fixture(scope="module", params=MORE)
+def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
+    """The name of a family in llama.cpp, and a folder of a random model of it."""
+    architecture, folder = request.param, tmp_path_factory.mktemp("family") / "folder"
+    config = transformers.AutoConfig.for_model(architecture, **SMALL, **MORE[architecture])
+    create: Any = transformers.AutoModelForCausalLM.from_config
+    model = create(config)
+    for weight in model.parameters():
+        torch.nn.init.normal_(weight, 1.0)
+    model.save_pretrained(folder)
+    own = {"head_dim": 8} | json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(own))
+    return architecture, write_tokenizer(folder)
 
 
-KINDS = ("F16", "Q8_0", "Q4_1", "Q4_K", "Q6_K")
-ALL_KINDS = [*KINDS, *(pytest.param(kind, marks=pytest.mark.full) for kind in ("F32", "BF16", "Q4_0", "Q5_0", "Q5_1"))]
+def test_a_file_of_a_family_says_what_its_folder_says(family: tuple[str, Path], tmp_path: Path) -> None:
+    """Its settings, and its tensors: fused ones, too, and rows that llama.cpp permutes in some of the families."""
+    architecture, folder = family
+    file = write_gguf(folder, tmp_path / "m.gguf", architecture=architecture, edit=own_settings(architecture))
+    found, expected = Checkpoint(file), Checkpoint(folder)
+    assert found.config == expected.config
+    assert json.loads((folder / "config.json").read_text())["architectures"] == [FAMILIES[architecture].name]
+    for name in network_of(expected.config).tensors():
+        np.testing.assert_array_equal(found.tensor(name), expected.tensor(name))
+    further = "blk.0.attn_q.weight" if architecture == "phi3" else "blk.4.attn_output.bias"  # beside the fused one
+    shape = (32, 32) if further.endswith("weight") else 32
 
+    def edit(writer: gguf.GGUFWriter) -> None:
+        own_settings(architecture)(writer)
+        writer.add_tensor(further, np.zeros(shape, np.float32))
 
-@pytest.mark.parametrize("kind", ALL_KINDS)
-def test_logits_equal_transformers_on_the_same_file(kind: str, tmp_path: Path) -> None:
-    shape = WIDE if kind.endswith("K") else ROUNDED
-    folder = write_tokenizer(write_checkpoint(tmp_path / "folder", tie_word_embeddings=kind == "Q8_0", **shape))
-    file = write_gguf(folder, tmp_path / "model.gguf", Kind[kind])
-    found = logits_of(Checkpoint(file), some_tokens())
-    torch.testing.assert_close(found, transformers_logits(file, some_tokens()), atol=TOLERANCE, rtol=0)
-    assert found.std() > 0.5  # of weights that matter
+    lacking = rf"no tensor '{further}'" if architecture in ("phi3", "qwen2") else r"tensor \S*_proj.bias is missing"
+    refused(write_gguf(folder, tmp_path / "more.gguf", architecture=architecture, edit=edit), lacking)
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_a_file_says_what_its_folder_says(shape: str, tmp_path: Path) -> None:
-    """Every shape of a LLaMA; transformers does not read llama3's and linear rope scaling from GGUF."""
+def test_a_file_of_a_llama_says_what_its_folder_says(shape: str, tmp_path: Path) -> None:
+    """transformers does not read llama3's and linear rope scaling from GGUF."""
     folder = write_tokenizer(write_checkpoint(tmp_path / "folder", shape))
-    checkpoint, expected = Checkpoint(write_gguf(folder, tmp_path / "model.gguf")), Checkpoint(folder)
-    assert replace(checkpoint.config, rope_scaling=None, norm_eps=1e-5) == replace(
-        expected.config, rope_scaling=None, norm_eps=1e-5
-    )
-    assert checkpoint.config.norm_eps == np.float32(1e-5)
-    np.testing.assert_allclose(inverse_frequencies(checkpoint.config), inverse_frequencies(expected.config), rtol=1e-6)
+    found, expected = Checkpoint(write_gguf(folder, tmp_path / "model.gguf")), Checkpoint(folder)
+    same: dict[str, Any] = {"rope_scaling": None, "norm_eps": 1e-5}
+    assert replace(found.config, **same) == replace(expected.config, **same)
+    assert found.config.norm_eps == np.float32(1e-5)
+    np.testing.assert_allclose(inverse_frequencies(found.config), inverse_frequencies(expected.config), rtol=1e-6)
     for name in network_of(expected.config).tensors():
-        np.testing.assert_array_equal(checkpoint.tensor(name), expected.tensor(name))
-    torch.testing.assert_close(
-        logits_of(checkpoint, some_tokens()), logits_of(expected, some_tokens()), atol=TOLERANCE, rtol=0
-    )
+        np.testing.assert_array_equal(found.tensor(name), expected.tensor(name))
+
+
+FULL = [pytest.param(kind, marks=pytest.mark.full) for kind in ("F32", "BF16", "Q4_0", "Q5_0", "Q5_1")]
+
+
+@pytest.mark.parametrize("kind", ["F16", "Q8_0", "Q4_1", "Q4_K", "Q6_K", *FULL])
+def test_logits_equal_transformers_on_the_same_file(kind: str, tmp_path: Path) -> None:
+    pytest.importorskip("accelerate", reason="transformers reads GGUF files with accelerate")
+    shape = WIDE if kind.endswith("K") else ROUNDED
+    folder = write_tokenizer(write_checkpoint(tmp_path / "folder", tie_word_embeddings=kind == "Q8_0", **shape))
+    file, tokens = write_gguf(folder, tmp_path / "model.gguf", Kind[kind]), torch.arange(80).reshape(2, 40) % VOCAB_SIZE
+    checkpoint, read_by = Checkpoint(file), transformers.LlamaForCausalLM.from_pretrained
+    model, reference = Llama(checkpoint.config, 40), read_by(tmp_path, gguf_file=file.name, dtype=torch.float32)
+    names = network_of(checkpoint.config).tensors()
+    model.load_state_dict({name: torch.from_numpy(checkpoint.tensor(name).astype(np.float32)) for name in names})
+    with torch.no_grad():
+        found = model.full(tokens).logits
+        torch.testing.assert_close(found, reference(tokens).logits, atol=2e-4, rtol=0)
+    assert found.std() > 0.5  # of weights that matter
 
 
 @pytest.mark.parametrize("kind", READ, ids=lambda kind: kind.name)
@@ -104,55 +161,117 @@ def test_every_type_is_read_as_the_gguf_package_reads_it(kind: Kind, tmp_path: P
         np.testing.assert_array_equal(read(tensor).astype(np.float32), expected)
 
 
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return write_tokenizer(write_checkpoint(tmp_path / "folder"))
+
+
 def test_floats_keep_their_stored_type(folder: Path, tmp_path: Path) -> None:
     for kind, dtype in (("F32", "float32"), ("F16", "float16"), ("BF16", "bfloat16"), ("Q8_0", "float32")):
         checkpoint = Checkpoint(write_gguf(folder, tmp_path / f"{kind}.gguf", Kind[kind]))
         assert checkpoint.tensor("model.layers.0.self_attn.k_proj.weight").dtype.name == dtype
 
 
-@pytest.mark.parametrize("given_part", [1, 2, 3])
-def test_parts_are_read_as_one_file(given_part: int, folder: Path, tmp_path: Path) -> None:
-    first = write_gguf(folder, tmp_path / "model.gguf", shards=3)
-    checkpoint = Checkpoint(first.with_name(first.name.replace("00001-of", f"{given_part:05}-of")))
-    expected = Checkpoint(folder)
-    for name in network_of(expected.config).tensors():
-        np.testing.assert_array_equal(checkpoint.tensor(name), expected.tensor(name))
-
-
-def test_parts_that_do_not_belong_together_are_refused(folder: Path, tmp_path: Path) -> None:
+def test_parts_are_one_file_and_others_are_refused(folder: Path, tmp_path: Path) -> None:
     first = write_gguf(folder, tmp_path / "model.gguf", shards=3)
     second, third = (first.with_name(first.name.replace("00001-of", f"0000{part}-of")) for part in (2, 3))
-    content = third.read_bytes()
+    expected = Checkpoint(folder)
+    for part in (first, second, third):
+        checkpoint = Checkpoint(part)
+        for name in network_of(expected.config).tensors():
+            np.testing.assert_array_equal(checkpoint.tensor(name), expected.tensor(name))
     third.write_bytes(second.read_bytes())
     refused(first, "says that it is part 1 of 3: copy the right one")
     third.unlink()
     refused(first, r"00003-of-00003.gguf is missing: .* all of its parts")
-    third.write_bytes(content)
-    alone = first.rename(tmp_path / "first.gguf")
-    refused(alone, "is one of 3 parts, which are found by their names")
+    refused(first.rename(tmp_path / "first.gguf"), "is one of 3 parts, which are found by their names")
     refused(tmp_path / "model-00001-of-00000.gguf", "is one of 0 parts")
     damaged = write_gguf(folder, tmp_path / "damaged.gguf", edit=lambda each: each.add_string("split.count", "many"))
     refused(damaged, "split.count must be")
 
 
-def refused(file: Path, message: str) -> None:
-    with pytest.raises(CheckpointError, match=message):
-        Checkpoint(file)
+# Rotary positions, of settings alone
 
 
-@pytest.mark.parametrize("divisors", [[1, 2, 0, 2], [1, 1, float("nan"), 2], [1, -1, 1, 1], [1, 1]])
-def test_divisors_of_frequencies_that_are_none_are_refused(divisors: list[float], tmp_path: Path) -> None:
-    folder = write_tokenizer(write_checkpoint(tmp_path / "folder", hidden_size=32, head_dim=8))
-    array = np.array(divisors, np.float32)
-    file = write_gguf(folder, tmp_path / "m.gguf", edit=lambda writer: writer.add_tensor("rope_freqs.weight", array))
-    refused(file, "read as a config.json, is refused: config.json: rope short_factor")
+LONG, SHORT, FREQS = "rope_factors_long.weight", "rope_factors_short.weight", "rope_freqs.weight"
+TRAINED = {"scaling.original_context_length": 1024}
+NO_SCALING = {"rope_type": "default"}
 
 
-def test_scales_are_where_the_table_says() -> None:
-    """Blocks of the helper hold numbers of the size that was asked for."""
-    for kind in SCALES:
-        numbers = gguf.quants.dequantize(random_blocks((4, 512), kind, 0, 0.25), kind)
-        assert 0.2 < np.abs(numbers).mean() < 0.3, kind
+def settings_of(folder: Path, rope: dict[str, Any], arrays: dict[str, int], name: str = "llama") -> dict[str, Any]:
+    """What a config.json would say. rope: by keys behind "rope."; arrays: by name, their lengths; of ones."""
+    values: dict[str, Any] = {
+        "embedding_length": 32,
+        "attention.head_count": 4,
+        "feed_forward_length": 48,
+        "block_count": 1,
+        "context_length": 4096,
+        "attention.layer_norm_rms_epsilon": 1e-5,
+        **{f"rope.{key}": value for key, value in rope.items()},
+    }
+    values = {f"{name}.{key}": value for key, value in values.items()} | {"general.architecture": name}
+    tensors = {"token_embd.weight": Tensor(folder / "model.gguf", (8, 32), Kind.F32, 0, 1024)}
+    factors = {array: np.ones(length, np.float32) for array, length in arrays.items()}
+    found: dict[str, Any] = config_of(Metadata(folder, values), tensors, factors)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        (
+            {"scaling.type": "yarn", "scaling.factor": 4.0, "scaling.yarn_beta_fast": 16.0} | TRAINED,
+            {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1024, "beta_fast": 16.0},
+        ),
+        (
+            {"scaling.type": "yarn", "scale_linear": 4.0, "scaling.yarn_attn_factor": 1.25},
+            {"rope_type": "yarn", "factor": 4.0, "attention_factor": 1.25},
+        ),
+        ({"scaling.type": "yarn"}, {"rope_type": "yarn", "factor": 1.0}),
+        ({"scaling.factor": 4.0}, {"rope_type": "linear", "factor": 4.0}),
+        ({"scale_linear": 4.0}, {"rope_type": "linear", "factor": 4.0}),
+        ({"scaling.factor": 2.0, "scale_linear": 4.0}, {"rope_type": "linear", "factor": 2.0}),
+        ({"scaling.type": "linear"}, NO_SCALING),
+        ({"scaling.factor": 0.0, "scale_linear": 4.0}, NO_SCALING),
+        ({"scaling.type": "none", "scale_linear": 4.0}, NO_SCALING),
+        ({"scaling.type": "none", "scaling.factor": 4.0}, NO_SCALING),
+    ],
+)
+def test_rope_scaling_is_what_llama_cpp_computes(
+    settings: dict[str, Any], expected: dict[str, Any], tmp_path: Path
+) -> None:
+    assert settings_of(tmp_path, settings, {})["rope_parameters"] == expected | {"rope_theta": 10000.0}
+
+
+def test_a_part_of_a_head_may_rotate_in_phi3_alone(tmp_path: Path) -> None:
+    assert settings_of(tmp_path, {"dimension_count": 6}, {}, "phi3")["partial_rotary_factor"] == 0.75
+    long = {"dimension_count": 6, "scaling.attn_factor": 1.25, "scaling.original_context_length": 32}
+    rope = settings_of(tmp_path, long, {LONG: 3, SHORT: 3}, "phi3")["rope_parameters"]
+    assert rope["rope_type"] == "longrope" and rope["long_factor"] == rope["short_factor"] == [1.0] * 3
+    assert rope["original_max_position_embeddings"] == 32 and rope["attention_factor"] == 1.25
+
+
+@pytest.mark.parametrize(
+    ("arrays", "settings", "other"),
+    [
+        ((FREQS,), {"scaling.factor": 4.0}, "rope scaling 'linear' by 4"),
+        ((FREQS,), {"scale_linear": 0.5}, "rope scaling 'linear' by 0.5"),
+        ((FREQS,), {"scaling.type": "yarn"}, "rope scaling 'yarn' by 1"),
+        ((FREQS, LONG), {}, LONG),
+        ((LONG, SHORT), {"scaling.factor": 4.0}, "rope scaling 'linear' by 4"),
+        ((LONG, SHORT), {"scaling.type": "longrope", "scaling.factor": 4.0}, "rope scaling 'longrope' by 4"),
+    ],
+)
+def test_two_rope_scalings_are_refused(
+    arrays: tuple[str, ...], settings: dict[str, Any], other: str, tmp_path: Path
+) -> None:
+    with pytest.raises(CheckpointError, match=f"it has both {arrays[0]} and {other}; convert the model again"):
+        settings_of(tmp_path, settings, dict.fromkeys(arrays, 4))
+    for alone in ({"scaling.factor": 1.0} | TRAINED, {"scaling.type": "none", "scaling.factor": 4.0}):
+        settings_of(tmp_path, alone, {arrays[0]: 4})
+
+
+# Refusals
 
 
 @pytest.mark.parametrize(
@@ -181,30 +300,36 @@ def test_missing_settings_and_those_of_another_model_are_refused(
     refused(write_gguf(folder, tmp_path / "model.gguf", edit=edited(key, value)), message)
 
 
+def test_granite_without_rotary_positions_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="Granite without rotary positions is not supported"):
+        settings_of(tmp_path, {"scaling.finetuned": False}, {}, "granite")
+
+
+NOT_THERE, NO_BIAS = "LlamaForCausalLM has no tensor '{}', and computing without it", r"\w+_proj.bias is missing"
+
+
 @pytest.mark.parametrize(
-    ("name", "message"),
+    ("name", "numbers", "message"),
     [
         *(
-            (name, f"LlamaForCausalLM has no tensor '{name}', and computing without it")
-            for name in (
-                *("blk.0.attn_sinks", "blk.0.attn_q_norm.weight", "blk.2.attn_norm.weight", "cls.weight", "x"),
-                *("blk.0.attn_norm.bias", "output_norm.bias", "output.bias", "token_embd.bias"),
-            )
+            (f"blk.{name}", [0.0] * 8, NOT_THERE)
+            for name in ("0.attn_sinks", "0.attn_q_norm.weight", "0.attn_norm.bias")
         ),
+        *((name, [0.0] * 8, NOT_THERE) for name in ("blk.2.attn_norm.weight", "output.bias", "token_embd.bias", "x")),
         *(
-            (name, r"tensor model.layers.\d.(self_attn|mlp).\w+_proj.bias is missing")
-            for name in (
-                *("blk.0.attn_v.bias", "blk.1.attn_q.bias", "blk.0.attn_output.bias"),
-                *("blk.1.ffn_gate.bias", "blk.0.ffn_down.bias"),
-            )
+            (name, [0.0] * 8, NO_BIAS)
+            for name in ("blk.0.attn_v.bias", "blk.0.attn_output.bias", "blk.0.ffn_down.bias")
         ),
+        *((FREQS, numbers, "rope short_factor") for numbers in ([1.0, 2.0, 0.0, 2.0], [1.0, 1.0, float("nan"), 2.0])),
+        *((FREQS, numbers, "rope short_factor") for numbers in ([1.0, -1.0, 1.0, 1.0], [1.0, 1.0])),
     ],
 )
-def test_tensors_that_the_network_lacks_are_refused(name: str, message: str, folder: Path, tmp_path: Path) -> None:
-    file = write_gguf(
-        folder, tmp_path / "model.gguf", edit=lambda writer: writer.add_tensor(name, np.zeros(8, np.float32))
-    )
-    refused(file, message)
+def test_tensors_that_the_network_lacks_are_refused(
+    name: str, numbers: list[float], message: str, folder: Path, tmp_path: Path
+) -> None:
+    array = np.array(numbers, np.float32)
+    file = write_gguf(folder, tmp_path / "model.gguf", edit=lambda writer: writer.add_tensor(name, array))
+    refused(file, message.format(name))
 
 
 def test_a_type_that_is_not_read_is_named(tmp_path: Path) -> None:

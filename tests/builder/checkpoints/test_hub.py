@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,7 +10,7 @@ from typing import Any
 
 import pytest
 from adapters import write_adapter
-from bundling import ROOT, own_cache
+from bundling import own_cache
 from checkpoints import write_checkpoint, write_tokenizer
 from huggingface_hub import close_session, constants
 from stand_in_hub import COMMIT, StandIn, stand_in
@@ -41,7 +39,7 @@ def hub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StandIn]:
     (draft / "additional_chat_templates" / "tool_use.jinja").write_text("for tools")
     (draft / "original").mkdir()
     (draft / "original" / "config.json").write_text("{}")
-    write_checkpoint(root / "org" / "heavy", hidden_size=320)
+
     pickled = write_checkpoint(root / "org" / "pickled")
     (pickled / "model.safetensors").rename(pickled / "pytorch_model.bin")
     large = write_checkpoint(root / "org" / "large")
@@ -125,16 +123,6 @@ def test_an_id_is_built_into_the_cache_once(
     assert folders[0] == folders[1] and folders[0].name.startswith("target-v2-")
 
 
-@pytest.mark.full
-def test_a_process_of_its_own(hub: StandIn, tmp_path: Path) -> None:
-    """With HF_ENDPOINT and HF_HOME, as users set them."""
-    command = [sys.executable, str(ROOT / "build_engines.py"), "--target", "org/target", "--draft", "org/draft.2"]
-    options = ["--output", "bundle", "--backend", "onnxruntime", "--no-profile", "--widths", "1,4"]
-    variables = os.environ | {"HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "home")}
-    subprocess.run([*command, *options], env=variables, cwd=tmp_path, check=True, timeout=300)
-    assert (tmp_path / "home" / "hub" / "models--org--target" / "refs" / "main").read_text() == COMMIT
-
-
 def test_what_is_in_the_cache_is_not_asked_for_again(hub: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
     """And is found without a network, too."""
     first, again, offline = Heard(), Heard(), Heard()
@@ -150,15 +138,9 @@ def test_what_is_in_the_cache_is_not_asked_for_again(hub: StandIn, monkeypatch: 
     assert offline.steps == [["Taking org/draft.2 from the cache: the Hub cannot be reached", 0, 0]]
 
 
-def test_megabytes_of_a_download_are_shown(hub: StandIn) -> None:
-    heard = Heard()
-    local_folder(Path("org/heavy"), MODEL, heard.begin)
-    units = 1 + (hub.root / "org" / "heavy" / "model.safetensors").stat().st_size // MEGABYTE
-    assert units > 2
-    assert heard.steps[-1] == ["Downloading org/heavy: weights, MB", units, units]
-
-
-def test_what_cannot_be_downloaded_says_how_to_get_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_cannot_be_downloaded_says_how_to_get_it(
+    hub: StandIn, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     by_hand = "and give the folder: hf download org/{} --local-dir FOLDER, or git lfs install and git clone https://"
     message = refused("org/nothing")
     assert message.startswith("org/nothing is no folder here, and was not downloaded from the Hugging Face Hub (")
@@ -168,23 +150,12 @@ def test_what_cannot_be_downloaded_says_how_to_get_it(tmp_path: Path, monkeypatc
     message = "org/pickled on the Hugging Face Hub has no model.safetensors, and nothing pickled is read"
     assert refused("org/pickled").startswith(message)
     assert not list(tmp_path.rglob("*.bin"))
-    point_to(NOBODY, monkeypatch)
-    assert by_hand.format("target") in refused("org/target")
-
-
-def test_a_repository_of_another_kind() -> None:
-    """A model where an adapter is asked for, and the other way round."""
     assert refused("org/draft.2", ADAPTER).endswith("has no adapter_config.json: choose a LoRA adapter of PEFT")
     assert refused("org/some-lora").endswith("has no config.json: choose a model in Hugging Face's format")
-
-
-def test_files_of_two_commits_are_not_mixed(hub: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Somebody pushes between the list and the first file."""
-    monkeypatch.setattr(hub, "listed_commit", COMMIT[::-1])
+    monkeypatch.setattr(hub, "listed_commit", COMMIT[::-1])  # somebody pushes between the list and the first file
     assert refused("org/draft.2") == "org/draft.2 on the Hugging Face Hub was changed just now: try again"
-
-
-def test_without_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    point_to(NOBODY, monkeypatch)
+    assert by_hand.format("target") in refused("org/target")
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
     message = refused("org/name")
     assert message.startswith("org/name is no folder here. If it is an id of the Hugging Face Hub, pip install ")
@@ -201,18 +172,14 @@ def test_a_path_that_is_there_is_no_id(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize(
-    ("given", "expected"),
-    [
-        ("org/name", HubId("org/name", None)),
-        ("meta-llama/Llama-3.2-1B", HubId("meta-llama/Llama-3.2-1B", None)),
-        ("org/name@main", HubId("org/name", "main")),
-        ("org/name@refs/pr/3", HubId("org/name", "refs/pr/3")),
-        (f"org/name@{COMMIT}", HubId("org/name", COMMIT)),
-    ],
+    ("name", "revision"),
+    [("meta-llama/Llama-3.2-1B", None), ("org/name", "main"), ("org/name", "refs/pr/3"), ("org/name", COMMIT)],
 )
-def test_ids(given: str, expected: HubId) -> None:
-    assert hub_id(Path(given)) == expected
-    assert str(expected) == given
+def test_ids(name: str, revision: str | None) -> None:
+    given = name if revision is None else f"{name}@{revision}"
+    assert hub_id(Path(given)) == HubId(name, revision) and str(HubId(name, revision)) == given
+    for text in (f"./{given}", "."):  # a path with a dot in front is never asked for
+        assert hub_id(folder_or_id(text)) is None
 
 
 @pytest.mark.parametrize(
@@ -228,12 +195,6 @@ def test_ids(given: str, expected: HubId) -> None:
 )
 def test_what_is_no_id(given: str) -> None:
     assert hub_id(Path(given)) is None
-
-
-@pytest.mark.parametrize("text", ["./org/name", "../org/name", "."])
-def test_a_path_with_a_dot_in_front_is_never_asked_for(text: str) -> None:
-    assert hub_id(folder_or_id(text)) is None
-    assert folder_or_id("org/name") == Path("org/name")
 
 
 def test_megabytes_are_counted_once() -> None:

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import packers
 import pytest
 import torch
 from adapters import PREFIX, save_adapter, write_adapter
@@ -18,12 +17,9 @@ from checkpoints import edit_weights, transformers_logits, write_checkpoint, wri
 from engine_parts import TOLERANCE, random_text
 from numpy.typing import NDArray
 from safetensors.torch import load_file
-from steps import quiet
 
 from draftwood.builder.checkpoints.checkpoint import Checkpoint
 from draftwood.builder.checkpoints.lora import PICKLED, SETTINGS, WEIGHTS
-from draftwood.builder.options import BuildOptions
-from draftwood.builder.pipeline import build
 from draftwood.cli.main import main
 from draftwood.models.errors import BundleError, CheckpointError
 from draftwood.models.layers import network_of
@@ -104,16 +100,6 @@ def test_modules_and_biases_that_were_trained_whole(tmp_path: Path) -> None:
     assert checkpoint.notes[0].endswith("(matrices changed: 3, tensors replaced: 2)")
 
 
-def test_an_adapter_of_a_quantised_model(plain: Path, tmp_path: Path) -> None:
-    """As QLoRA trains it: the change is added to the dequantised weight."""
-    folder = Path(shutil.copytree(plain, tmp_path / "packed"))
-    config = {"quant_method": "gptq", "bits": 4, "group_size": 16, "desc_act": False}
-    packers.pack_checkpoint(folder, plain, config, packers.gptq)
-    tensors = write_adapter(tmp_path / "lora", plain)
-    weight = Checkpoint(folder, tmp_path / "lora").tensor(f"{Q}.weight")
-    np.testing.assert_allclose(weight, merged(plain, tensors, Q, 2), rtol=2e-6, atol=2e-6)
-
-
 def test_engines_of_merged_models_compute_what_transformers_does(
     plain: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -158,14 +144,6 @@ def test_engines_of_merged_models_compute_what_transformers_does(
             EngineBundle.open(bundle)
 
 
-def test_a_bundle_without_an_adapter_is_what_it_was(tiny_pair: Path, tmp_path: Path) -> None:
-    """Older releases read it."""
-    options = BuildOptions(tiny_pair / "target", tiny_pair / "draft", tmp_path / "bundle", widths=(1, 4))
-    bundle = build(options, quiet)
-    assert "adapters" not in json.loads((bundle.folder / "manifest.json").read_text())
-    assert bundle.manifest.adapters == {}
-
-
 def refused(plain: Path, lora: Path, message: str) -> None:
     with pytest.raises(CheckpointError, match=message) as error:
         Checkpoint(plain, lora)
@@ -185,18 +163,14 @@ def refused(plain: Path, lora: Path, message: str) -> None:
         ({"target_parameters": ["a"]}, "'target_parameters' is a list"),
         ({"a_later_kind": {"a": 1}}, "'a_later_kind' is a dict"),
         ({"init_lora_weights": "pissa_niter_4"}, "init_lora_weights 'pissa_niter_4' changes the model itself, which"),
-        ({"init_lora_weights": "olora"}, "init_lora_weights 'olora' changes the model itself"),
         ({"init_lora_weights": 1}, "init_lora_weights 1 changes the model itself"),
         ({"rank_pattern": {".*q_proj": 4}}, r"rank_pattern has '\.\*q_proj', and not the name of a module, which"),
         ({"alpha_pattern": {"(a+)+$": 4}}, "alpha_pattern has .* and not the name of a module"),
         ({"rank_pattern": [1]}, "rank_pattern must be an object"),
         ({"rank_pattern": {"q_proj": 0}}, "rank_pattern must be a whole number from 1"),
         ({"r": "4"}, "r must be a whole number from 1 to 65536, found '4'"),
-        ({"r": True}, "r must be a whole number"),
-        ({"r": 10**400}, "r must be a whole number"),
-        ({"lora_alpha": float("nan")}, "lora_alpha must be a number"),
-        ({"lora_alpha": float("inf")}, "lora_alpha must be a number"),
-        ({"lora_alpha": None}, "lora_alpha must be a number"),
+        *(({"r": rank}, "r must be a whole number") for rank in (True, 10**400)),
+        *(({"lora_alpha": a}, "lora_alpha must be a number") for a in (float("nan"), float("inf"), None)),
         ({"use_rslora": "yes"}, "use_rslora must be true or false"),
         ({"r": 8}, r"lora_A\.weight has shape \(4, .*and should have \(8, .*for rank 8 and a matrix of"),
     ],
@@ -208,50 +182,39 @@ def test_settings_that_are_not_done_are_refused_by_name(
     refused(plain, tmp_path / "lora", message)
 
 
-NOTHING = "belongs to nothing in the model"
+NOTHING, OF_HEAD = "belongs to nothing in the model", f"{PREFIX}lm_head"
+ROWS = torch.zeros(4, 32)
 
 
 @pytest.mark.parametrize(
-    ("name", "message"),
+    ("changes", "message"),
     [
-        (f"{Q}.lora_A.weight", NOTHING),
-        (f"{PREFIX}{Q}.lora_C.weight", NOTHING),
-        (f"{PREFIX}{Q}.lora_magnitude_vector", NOTHING),
-        (f"{PREFIX}model.norm.lora_A.weight", NOTHING),
-        (f"{PREFIX}{Q.replace('layers.1', 'layers.2')}.lora_A.weight", NOTHING),
-        (f"{PREFIX}model.embed_tokens.lora_embedding_A", "adapts an embedding"),
-        (f"-{PREFIX}{Q}.lora_A.weight", rf"{Q}\.lora_A\.weight is missing; the adapter is incomplete"),
-        (f"-{PREFIX}{Q}.lora_B.weight", rf"{Q}\.lora_B\.weight is missing; the adapter is incomplete"),
+        ({f"{Q}.lora_A.weight": ROWS}, NOTHING),
+        ({f"{PREFIX}{Q}.lora_C.weight": ROWS}, NOTHING),
+        ({f"{PREFIX}{Q}.lora_magnitude_vector": ROWS}, NOTHING),
+        ({f"{PREFIX}model.norm.lora_A.weight": ROWS}, NOTHING),
+        ({f"{PREFIX}{Q.replace('layers.1', 'layers.2')}.lora_A.weight": ROWS}, NOTHING),
+        ({f"{PREFIX}model.embed_tokens.lora_embedding_A": ROWS}, "adapts an embedding"),
+        ({f"{PREFIX}{Q}.lora_A.weight": None}, rf"{Q}\.lora_A\.weight is missing; the adapter is incomplete"),
+        ({f"{PREFIX}{Q}.lora_B.weight": None}, rf"{Q}\.lora_B\.weight is missing; the adapter is incomplete"),
+        ({f"{OF_HEAD}.weight": torch.zeros(300, 32)}, r"has shape \(300, 32\), the model's has \(288, 32\)"),
+        ({f"{OF_HEAD}.weight": torch.zeros(288, 32).char()}, "is I8; use an fp32, fp16 or bf16 adapter"),
+        ({f"{OF_HEAD}{part}.weight": torch.zeros(288, 32) for part in ("", ".base_layer")}, "holds a tensor twice"),
     ],
 )
-def test_tensors_that_are_too_many_or_missing_are_refused(name: str, message: str, plain: Path, tmp_path: Path) -> None:
-    """-: the tensor is left out."""
-    tensors = write_adapter(tmp_path / "lora", plain)
-    if name.startswith("-"):
-        del tensors[name[1:]]
-    else:
-        tensors[name] = torch.zeros(4, 32)
-    refused(plain, save_adapter(tmp_path / "lora", tensors), message)
-
-
-def test_an_adapter_of_another_model_is_refused(plain: Path, tmp_path: Path) -> None:
-    """Of another width, of another vocabulary, and of a type that is not read."""
-    other = write_checkpoint(tmp_path / "other", hidden_size=64)
-    write_adapter(tmp_path / "lora", other)
-    refused(plain, tmp_path / "lora", r"should have .* give the model that the adapter was trained on")
-    whole = {f"{PREFIX}lm_head.weight": torch.zeros(300, 32)}
-    refused(plain, save_adapter(tmp_path / "lora", whole), r"has shape \(300, 32\), the model's has \(288, 32\)")
-    whole = {f"{PREFIX}lm_head.weight": torch.zeros(288, 32, dtype=torch.int8)}
-    refused(plain, save_adapter(tmp_path / "lora", whole), "is I8; use an fp32, fp16 or bf16 adapter")
-    twice = {f"{PREFIX}lm_head{part}.weight": torch.zeros(288, 32) for part in ("", ".base_layer")}
-    refused(plain, save_adapter(tmp_path / "lora", twice), "holds a tensor twice")
+def test_tensors_that_are_too_many_missing_or_of_another_model_are_refused(
+    changes: dict[str, torch.Tensor | None], message: str, plain: Path, tmp_path: Path
+) -> None:
+    """None: the tensor is left out."""
+    tensors = write_adapter(tmp_path / "lora", plain) | changes
+    kept = {name: tensor for name, tensor in tensors.items() if tensor is not None}
+    refused(plain, save_adapter(tmp_path / "lora", kept), message)
 
 
 def test_an_adapter_of_one_of_two_tied_matrices_is_refused(tmp_path: Path) -> None:
     """PEFT trains each of them alone, as the untied model has them."""
     plain = write_checkpoint(tmp_path / "tied", "tied")
     embedding = load_file(plain / "model.safetensors")["model.embed_tokens.weight"]
-    write_adapter(tmp_path / "lora", plain)
     saved = {f"{PREFIX}model.embed_tokens.weight": 2 * embedding}
     refused(plain, save_adapter(tmp_path / "lora", saved), "ties them together: store lm_head.weight")
     edit_weights(plain, lambda tensors: tensors.update({"lm_head.weight": embedding.clone()}))
@@ -265,18 +228,20 @@ def test_an_adapter_of_one_of_two_tied_matrices_is_refused(tmp_path: Path) -> No
 
 
 def test_folders_that_are_none(plain: Path, tmp_path: Path) -> None:
-    refused(plain, tmp_path / "nowhere", rf"is not a folder: give a LoRA folder of PEFT, with {SETTINGS} and {WEIGHTS}")
+    lora = tmp_path / "lora"
+    refused(plain, lora, rf"is not a folder: give a LoRA folder of PEFT, with {SETTINGS} and {WEIGHTS}")
     refused(plain, plain, rf"{SETTINGS} is missing: is this a LoRA folder of PEFT")
-    write_adapter(tmp_path / "lora", plain)
-    refused(plain, save_adapter(tmp_path / "empty", {}), "holds no tensors")
-    (tmp_path / "lora" / WEIGHTS).write_bytes(b"")
-    refused(plain, tmp_path / "lora", "is not a readable safetensors file")
-    (tmp_path / "lora" / WEIGHTS).unlink()
-    refused(plain, tmp_path / "lora", rf"{WEIGHTS} is missing: is this a LoRA folder of PEFT")
-    (tmp_path / "lora" / PICKLED).write_bytes(b"")
-    refused(plain, tmp_path / "lora", "holds a pickled adapter, which can run code when opened")
-    (tmp_path / "lora" / SETTINGS).write_text("[")
-    refused(plain, tmp_path / "lora", "is not readable JSON")
+    write_adapter(lora, write_checkpoint(tmp_path / "other", hidden_size=64))
+    refused(plain, lora, r"should have .* give the model that the adapter was trained on")
+    refused(plain, save_adapter(lora, {}), "holds no tensors")
+    (lora / WEIGHTS).write_bytes(b"")
+    refused(plain, lora, "is not a readable safetensors file")
+    (lora / WEIGHTS).unlink()
+    refused(plain, lora, rf"{WEIGHTS} is missing: is this a LoRA folder of PEFT")
+    (lora / PICKLED).write_bytes(b"")
+    refused(plain, lora, "holds a pickled adapter, which can run code when opened")
+    (lora / SETTINGS).write_text("[")
+    refused(plain, lora, "is not readable JSON")
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), 3e38])

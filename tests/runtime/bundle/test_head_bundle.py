@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import onnx
 import pytest
 import torch
+from steps import quiet
 from trees import Tree
 
 from benchmarks.tools.torch_engine import TorchEngine
@@ -23,11 +23,10 @@ from draftwood.builder.head.train import train_head
 from draftwood.builder.head.training import HeadResult, HeadTraining
 from draftwood.builder.options import BuildOptions
 from draftwood.builder.pipeline import build
-from draftwood.builder.progress import Step
 from draftwood.cli.main import main
 from draftwood.models import bindings
 from draftwood.models.acceptance_head import AcceptanceHead, read_head
-from draftwood.models.errors import BundleError, CheckpointError, ConfigError, DraftwoodError, EngineError
+from draftwood.models.errors import BundleError, CheckpointError, ConfigError, DraftwoodError
 from draftwood.models.head_config import HeadConfig
 from draftwood.plugins.installation import install
 from draftwood.runtime.bundle.bundle import EngineBundle
@@ -39,10 +38,6 @@ from draftwood.runtime.speculation.config import SpeculativeConfig
 PROMPTS = ["hello", "a rather longer prompt than that", "the cat", "once", "x y z"]
 SMALL: dict[str, Any] = {"texts": 10, "max_new_tokens": 12, "batch_size": 4, "epochs": 3}
 BUSHY = Tree((9, 40, 41, 7, 200, 8, 8, 31), (-1, 0, 0, 1, 2, 2, 4, 6))
-
-
-def quiet(step: Step) -> Any:
-    return lambda: None
 
 
 @pytest.fixture(scope="module")
@@ -79,14 +74,6 @@ def test_the_picture_is_one_svg_with_labels(trained: tuple[Path, HeadResult]) ->
     assert "href" not in text and "nan" not in text
 
 
-def test_the_same_seed_gives_the_same_head(tiny_pair: Path, trained: tuple[Path, HeadResult], tmp_path: Path) -> None:
-    options = HeadTraining(tiny_pair / "target", tiny_pair / "draft", tmp_path / "head", **SMALL)
-    again = train_head(options, PROMPTS, quiet)
-    assert [point.loss for point in again.training] == [point.loss for point in trained[1].training]
-    one, other = (read_head(folder, 32).weights for folder in (trained[0], tmp_path / "head"))
-    assert all(np.array_equal(one[name], other[name]) for name in one)
-
-
 def test_engines_agree_on_acceptance(tiny_pair: Path, trained: tuple[Path, HeadResult], head_bundle: Path) -> None:
     """For a prompt's last row and for every row of a token tree, in ONNX Runtime and in torch."""
     bundle = EngineBundle.open(head_bundle)
@@ -111,17 +98,6 @@ def test_engines_agree_on_acceptance(tiny_pair: Path, trained: tuple[Path, HeadR
         hidden = load_frozen(Checkpoint(tiny_pair / "draft"), 64).full(torch.tensor([[1, 5, 9, 30]])).hidden
         by_hand = AcceptanceHead.from_trained(head).acceptance(hidden)[0, -1:]
     np.testing.assert_allclose(outputs[0][0], by_hand, atol=1e-5)
-
-
-def test_the_graph_names_the_head(head_bundle: Path) -> None:
-    model = onnx.load(head_bundle / "draft.onnx")
-    onnx.checker.check_model(model, full_check=True)
-    assert [output.name for output in model.graph.output][:4] == list(bindings.output_names(bindings.DRAFT, True))
-    nodes = [node.name for node in model.graph.node if node.name.startswith("acceptance_head/")]
-    assert nodes[0] == "acceptance_head/block.0/linear" and nodes[-1] == "acceptance_head/probability"
-    assert sum(tensor.name.startswith("acceptance_head.blocks.") for tensor in model.graph.initializer) == 2  # tied
-    manifest = EngineBundle.open(head_bundle).manifest
-    assert bindings.ACCEPTANCE.name not in manifest.engines[bindings.TARGET].outputs
 
 
 @pytest.mark.parametrize("stop_rule", ["specdec++", "specdec++-lagged"])
@@ -151,12 +127,6 @@ def test_a_head_that_computes_something_else_is_not_bundled(
     with pytest.raises(BundleError, match="acceptance head differs"):
         build(options, quiet)
     assert parity.HEAD_TOLERANCE == 1e-4 and not options.output.exists()
-
-
-def test_a_torch_engine_wants_the_head_its_outputs_name(tiny_pair: Path, head_bundle: Path) -> None:
-    spec = EngineBundle.open(head_bundle).manifest.engines[bindings.DRAFT]
-    with pytest.raises(EngineError, match="open it with the acceptance head"):
-        TorchEngine(Checkpoint(tiny_pair / "draft").tensor, spec)
 
 
 # Refusals
@@ -231,6 +201,10 @@ def arguments(tiny_pair: Path, tmp_path: Path) -> list[str]:
 def test_train_head_then_build(
     arguments: list[str], tiny_pair: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    assert main([*arguments, "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report.pop("output") == str(tmp_path / "head")
+    assert report == json.loads((tmp_path / "head" / "training.json").read_text())
     assert main([*arguments, "--untied", "--reject-weight", "3", "--contexts", "branched"]) == 0
     shown = capsys.readouterr().out
     assert "Training the head" in shown and "calibrated" in shown and "--acceptance-head" in shown
@@ -240,13 +214,6 @@ def test_train_head_then_build(
     assert main(["build", *arguments[1:5], *bundle]) == 0
     generate = ["generate", str(tmp_path / "bundle"), "--prompt", "hello", "--temperature", "0", "--max-tokens", "8"]
     assert main([*generate, "--speculative", "stop_rule=specdec++", "--json"]) == 0
-
-
-def test_json_is_one_object(arguments: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([*arguments, "--json"]) == 0
-    report = json.loads(capsys.readouterr().out)
-    assert report.pop("output") == str(tmp_path / "head")
-    assert report == json.loads((tmp_path / "head" / "training.json").read_text())
 
 
 @pytest.mark.parametrize(

@@ -143,10 +143,7 @@ def test_what_is_no_setting_of_a_chat_is_refused(llm: LLM, options: Any, named: 
         ([{"role": "assistant", "tool_calls": [{}]}], r"tool_calls\[0\] must be a call with id"),
         ([{"role": "assistant", "tool_calls": [CALL, {**CALL, "type": "custom"}]}], r"tool_calls\[1\] must be a call"),
         ([{"role": "assistant", "tool_calls": [{**CALL, "id": None}]}], r"tool_calls\[0\].id must be text"),
-        (
-            [{"role": "assistant", "tool_calls": [{**CALL, "function": {"name": "f"}}]}],
-            "must have a name and arguments",
-        ),
+        ([{"role": "assistant", "tool_calls": [{**CALL, "function": {"name": "f"}}]}], "must have a name and argument"),
         ([{"role": "user", "content": "x", "name": 3}], "name must be text"),
         ([{"role": "user", "content": "x", "tool_call_id": "c"}], "tool_call_id is not supported"),
         ([CALLED, {"role": "tool", "content": "x", "tool_call_id": "other"}], r"messages\[1\].tool_call_id .* 'other'"),

@@ -1,23 +1,137 @@
-"""Tokenizer and chat template: as transformers reads the same folder; damage and mischief refused."""
+"""Tokenizers: as transformers reads the same folder, damage and mischief refused; and how many tokens a text has at
+least: never more than it has, and nothing where a tokenizer leaves doubt."""
 
 from __future__ import annotations
 
 import json
 import os
-import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from threading import Event, Thread
 
 import pytest
 from bundling import DEMO, optional
 from checkpoints import write_tokenizer
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import AddedToken, Regex, models, normalizers, pre_tokenizers
+from tokenizers import Tokenizer as TokenizerJson
 from transformers import AutoTokenizer
 
 from draftwood.models.errors import BundleError, RequestError
+from draftwood.runtime import LLM
+from draftwood.runtime.text import tokenizer_worker
+from draftwood.runtime.text.token_length import BYTES, longest_token
 from draftwood.runtime.text.tokenizer import SETTINGS, TEMPLATE, TOKENIZER, Tokenizer, token_sequences
+
+ALPHABET = pre_tokenizers.ByteLevel.alphabet()
+BY_BYTES = {token: index for index, token in enumerate(["<unk>", "ab", "a", "b", *BYTES])}
+
+
+def by_letters(alphabet: list[str], **options: object) -> TokenizerJson:
+    """A byte-level BPE as LLaMA-3's."""
+    vocabulary = {token: index for index, token in enumerate(["<unk>", "aa", *alphabet])}
+    made = TokenizerJson(models.BPE(vocabulary, [("a", "a")] if "a" in alphabet else [], **options))
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    return made
+
+
+def by_characters(vocabulary: dict[str, int], **options: object) -> TokenizerJson:
+    """A BPE over raw text as LLaMA-2's."""
+    made = TokenizerJson(models.BPE(vocabulary, [("a", "b")], unk_token="<unk>", fuse_unk=True, **options))
+    made.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    return made
+
+
+def real(folder: Path) -> TokenizerJson:
+    return Tokenizer.load(folder)._backend
+
+
+MADE: dict[str, Callable[[], TokenizerJson]] = {
+    "the demo's": lambda: real(DEMO / "target"),
+    "a trained SentencePiece": lambda: real(optional("stories260K/target")),
+    "letters": lambda: by_letters(ALPHABET),
+    "an unknown for each": lambda: by_letters(["a"], unk_token="<unk>"),
+    "characters": lambda: by_characters(BY_BYTES, byte_fallback=True),
+}
+texts = st.text(max_size=60) | st.text("ab <>x0\u0301é▁", max_size=60) | st.sampled_from("a éx🙂").map(lambda c: 50 * c)
+
+
+@pytest.mark.parametrize("name", MADE)
+def test_no_text_has_fewer_tokens(name: str) -> None:
+    backend = MADE[name]()
+    backend.add_special_tokens(["<x0>"])
+    tokenizer = Tokenizer(backend)
+
+    @given(texts)
+    def check(text: str) -> None:
+        assert tokenizer.fewest_tokens(text) <= len(tokenizer.encode(text, add_special_tokens=False))
+
+    check()
+    assert tokenizer.fewest_tokens(100 * "x") > 0
+
+
+def splitting(pre_tokenizer: pre_tokenizers.PreTokenizer) -> TokenizerJson:
+    made = by_letters(ALPHABET)
+    made.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizer, pre_tokenizers.ByteLevel()])
+    return made
+
+
+def normalizing(normalizer: normalizers.Normalizer) -> TokenizerJson:
+    made = by_letters(ALPHABET)
+    made.normalizer = normalizers.Sequence([normalizer])
+    return made
+
+
+def swallowing() -> TokenizerJson:
+    made = by_letters(ALPHABET)
+    made.add_special_tokens([AddedToken("<x>", rstrip=True)])
+    return made
+
+
+SHORTENED: dict[str, tuple[Callable[[], TokenizerJson], str]] = {
+    "letters that are missing": (lambda: by_letters(["a"]), "é"),
+    "one unknown for a run": (lambda: by_letters(["a"], unk_token="<unk>", fuse_unk=True), "é"),
+    "no bytes": (lambda: by_characters({"<unk>": 0, "ab": 1, "a": 2, "b": 3}), "é"),
+    "words": (lambda: TokenizerJson(models.WordLevel({"<unk>": 0}, unk_token="<unk>")), "é"),
+    "split away": (lambda: splitting(pre_tokenizers.Split(" ", "removed")), " "),
+    "split at space": (lambda: splitting(pre_tokenizers.WhitespaceSplit()), " "),
+    "stripped": (lambda: normalizing(normalizers.Strip()), " "),
+    "replaced": (lambda: normalizing(normalizers.Replace(Regex(" +"), " ")), " "),
+    "cut short": (lambda: normalizing(normalizers.Replace("ab", "")), "ab"),
+    "swallowed": (swallowing, " "),
+}
+
+
+@pytest.mark.parametrize("name", SHORTENED)
+def test_a_tokenizer_that_makes_little_of_much_gives_no_bound(name: str) -> None:
+    make, letter = SHORTENED[name]
+    backend = make()
+    text = "<x>" + 5000 * letter
+    assert len(backend.encode(text).ids) < 100, "it does"
+    assert longest_token(backend) is None and Tokenizer(backend).fewest_tokens(text) == 0
+
+
+def test_a_prompt_that_can_never_fit_is_refused_unread(tiny_bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def read(*_: object) -> list[int]:
+        raise AssertionError("it was read")
+
+    with LLM(tiny_bundle) as llm:
+        limit = llm.bundle.manifest.max_length
+        longest = longest_token(llm.tokenizer._backend)
+        assert longest is not None
+        with pytest.raises(RequestError, match=f"the prompt has {limit} tokens .*--max-length"):
+            llm.encode("x" * (limit - 1))  # and the token that begins a text
+        monkeypatch.setattr(llm.tokenizer, "encode", read)
+        monkeypatch.setattr(llm.tokenizer, "apply_chat_template", lambda messages, **_: messages[0]["content"])
+        long = "x" * (longest * (limit - 1) + 1)
+        for encode in (llm.encode, lambda text: llm.encode_chat([{"role": "user", "content": text}])):
+            with pytest.raises(RequestError, match=f"the prompt has at least {limit} tokens .*--max-length"):
+                encode(long)
+            with pytest.raises(AssertionError, match="it was read"):
+                encode(long[:-1])
+
 
 TEXTS = [
     "",
@@ -76,7 +190,7 @@ def test_damaged_folders_are_refused(folder: Path, damage, named: str) -> None: 
         Tokenizer.load(folder)
 
 
-def test_the_template_may_stand_in_its_own_file_or_in_a_list(folder: Path) -> None:
+def test_the_template_may_stand_in_its_own_file_or_in_a_list_or_be_missing(folder: Path) -> None:
     named = [{"name": "tool_use", "template": "t"}, {"name": "default", "template": "d{{ messages|length }}"}]
     with configure(folder, chat_template=named) as tokenizer:
         assert tokenizer.apply_chat_template([]) == tokenizer.apply_chat_template([], tools=None) == "d0"
@@ -90,6 +204,17 @@ def test_the_template_may_stand_in_its_own_file_or_in_a_list(folder: Path) -> No
             configure(folder, chat_template=damaged)
     (folder / TEMPLATE).write_text("file")
     assert Tokenizer.load(folder).apply_chat_template([]) == "file"
+    (folder / TEMPLATE).unlink()
+    (folder / SETTINGS).unlink()
+    content = json.loads((folder / TOKENIZER).read_text())
+    content["truncation"] = {"direction": "Right", "max_length": 4, "strategy": "LongestFirst", "stride": 0}
+    (folder / TOKENIZER).write_text(json.dumps(content))
+    renamed = folder.rename(os.fsdecode(os.fsencode(folder) + b"\xff"))  # a name that the library cannot be given
+    tokenizer = Tokenizer.load(renamed)
+    assert tokenizer.adds_bos and tokenizer.bos_token_id == tokenizer.encode("")[0]
+    assert len(tokenizer.encode("a long text, longer than four tokens")) > 10, "it is not cut"
+    with pytest.raises(RequestError, match="plain text"):
+        tokenizer.apply_chat_template([])
 
 
 @pytest.mark.parametrize(
@@ -111,37 +236,6 @@ def test_a_template_that_refuses_or_misbehaves_is_an_error(folder: Path, templat
         configure(folder, chat_template=template).apply_chat_template([{"role": "user", "content": "x"}])
 
 
-def test_without_a_template_there_is_no_conversation(folder: Path) -> None:
-    with pytest.raises(RequestError, match="plain text"):
-        Tokenizer.load(folder).apply_chat_template([])
-
-
-def test_settings_of_truncation_and_padding_do_not_reach_the_prompt(folder: Path, tmp_path: Path) -> None:
-    content = json.loads((folder / TOKENIZER).read_text())
-    content["truncation"] = {"direction": "Right", "max_length": 4, "strategy": "LongestFirst", "stride": 0}
-    (folder / TOKENIZER).write_text(json.dumps(content))
-    assert len(Tokenizer.load(folder).encode("a long text, longer than four tokens")) > 10
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="other systems have no such names")
-def test_a_folder_may_have_a_name_that_is_no_utf_8(folder: Path) -> None:
-    """The library cannot be given such a name, and the file was called unreadable."""
-    renamed = folder.rename(os.fsdecode(os.fsencode(folder) + b"\xff"))
-    assert Tokenizer.load(renamed).encode("Once upon a time")
-
-
-def test_a_folder_without_settings_still_knows_its_first_token(folder: Path) -> None:
-    shutil.rmtree(folder / SETTINGS, ignore_errors=True)
-    (folder / SETTINGS).unlink(missing_ok=True)
-    tokenizer = Tokenizer.load(folder)
-    assert tokenizer.adds_bos and tokenizer.bos_token_id == tokenizer.encode("")[0]
-
-
-def test_templates_see_what_transformers_gives_them(folder: Path) -> None:
-    (folder / TEMPLATE).write_text("{% if tools is not none %}TOOLS{% endif %}{% generation %}x{% endgeneration %}")
-    assert Tokenizer.load(folder).apply_chat_template([]) == "x"
-
-
 def test_surrogates_are_found_without_a_loop(folder: Path) -> None:
     """A loop over the characters of a long text takes some hundred times as long."""
 
@@ -157,32 +251,6 @@ def test_surrogates_are_found_without_a_loop(folder: Path) -> None:
     assert tokenizer.encode(Unbroken("a\u00e9")) == tokenizer.encode("a\u00e9")
 
 
-def test_other_threads_run_while_a_text_is_encoded(folder: Path) -> None:
-    """A thread takes Python's lock from another one only where that one gives it away: here, in the library."""
-    tokenizer, interval = Tokenizer.load(folder), sys.getswitchinterval()
-
-    def runs_beside() -> bool:
-        begun, ended = Event(), Event()
-
-        def encode() -> None:
-            begun.set()
-            tokenizer.encode("several words and 7 other things " * 10_000)
-            ended.set()
-
-        thread = Thread(target=encode)
-        thread.start()
-        begun.wait()
-        beside = not ended.is_set()
-        thread.join()
-        return beside
-
-    sys.setswitchinterval(3600)
-    try:
-        assert any(runs_beside() for _ in range(20))  # a busy machine may wake this thread too late
-    finally:
-        sys.setswitchinterval(interval)
-
-
 @pytest.mark.skipif(sys.platform != "linux", reason="needs /proc and fork")
 def test_encoding_starts_no_threads_and_continues_after_a_fork(folder: Path) -> None:
     code = (
@@ -196,3 +264,14 @@ def test_encoding_starts_no_threads_and_continues_after_a_fork(folder: Path) -> 
     environment = {name: value for name, value in os.environ.items() if name != "TOKENIZERS_PARALLELISM"}
     done = subprocess.run([sys.executable, "-c", code, folder], capture_output=True, text=True, env=environment)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_trying_a_tokenizer_ends_when_its_time_is_up(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tried = list[str]()
+    monkeypatch.setattr(tokenizer_worker, "attempt", lambda backend, text: tried.append(text))
+    tokenizer_worker.first_problem(Tokenizer.load(folder)._backend)
+    most = len(tried)
+    tried.clear()
+    monkeypatch.setattr(tokenizer_worker, "PROBE_SECONDS", -1.0)
+    assert tokenizer_worker.first_problem(Tokenizer.load(folder)._backend) is None
+    assert 0 < len(tried) < most / 2

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ import sentencepiece
 from checkpoints import write_tokenizer
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pieces import train
 from sentencepiece import sentencepiece_model_pb2
 from transformers import AutoTokenizer
 
@@ -28,39 +28,6 @@ from draftwood.runtime.text.chat_prompt import write_conversation
 from draftwood.runtime.text.conversation import ChatSettings
 from draftwood.runtime.text.tokenizer import SETTINGS, TEMPLATE, TOKENIZER, Tokenizer, read_templates
 
-CORPUS = [
-    "Once upon a time there was a little girl named Lily.",
-    "She liked to play with her red ball in the park, every day!",
-    "def add(a, b):\n    return a + b  # 12345",
-    "The quick brown fox jumps over the lazy dog; the dog sleeps.",
-] * 20
-
-
-SETTINGS_OF_LLAMA: dict[str, Any] = {
-    "byte_fallback": True,
-    "remove_extra_whitespaces": False,
-    "hard_vocab_limit": False,
-    "split_digits": True,
-    "character_coverage": 1.0,
-    "normalization_rule_name": "identity",
-}
-
-
-def train(folder: Path, model_type: str, **rest: Any) -> sentencepiece.SentencePieceProcessor:
-    """A SentencePiece model as LLaMA's were trained."""
-    buffer = io.BytesIO()
-    sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(CORPUS),
-        model_writer=buffer,
-        vocab_size=340,
-        model_type=model_type,
-        minloglevel=2,
-        **{**SETTINGS_OF_LLAMA, **rest},
-    )
-    folder.mkdir(exist_ok=True)
-    (folder / SENTENCEPIECE).write_bytes(buffer.getvalue())
-    return sentencepiece.SentencePieceProcessor(model_proto=buffer.getvalue())
-
 
 @pytest.fixture(scope="module", params=["bpe", "unigram"])
 def converted(
@@ -70,9 +37,11 @@ def converted(
     return train(source, request.param), convert_tokenizer(source, destination)
 
 
-@pytest.mark.parametrize(
-    "text", ["", " ", "Lily", "  two  spaces ", "tab\tnew\nline", "🙂 naïve 漢字", "x = 12345", "▁literal", "a▁b"]
-)
+ODD = ["", " ", "  two  spaces ", "tab\tnew\nline", "🙂 naïve 漢字", "x = 12345", "▁literal", "a▁b"]
+
+
+@settings(max_examples=60)
+@given(text=st.text("abcdefghilnoprstuy .,12\n🙂é", max_size=40) | st.sampled_from(ODD))
 def test_conversion_encodes_as_sentencepiece_does(
     converted: tuple[sentencepiece.SentencePieceProcessor, Tokenizer], text: str
 ) -> None:
@@ -81,22 +50,6 @@ def test_conversion_encodes_as_sentencepiece_does(
     assert ours.encode(text, add_special_tokens=False) == expected
     assert ours.encode(text) == [theirs.bos_id(), *expected]
     assert ours.decode(expected) == theirs.decode(expected)
-
-
-@settings(max_examples=60)
-@given(text=st.text("abcdefghilnoprstuy .,12\n🙂é", max_size=40))
-def test_conversion_agrees_on_any_text(
-    converted: tuple[sentencepiece.SentencePieceProcessor, Tokenizer], text: str
-) -> None:
-    theirs, ours = converted
-    assert ours.encode(text, add_special_tokens=False) == theirs.encode(text)
-
-
-def test_a_tokenizer_without_begin_of_text_stays_without(tmp_path: Path) -> None:
-    train(tmp_path / "in", "bpe")
-    (tmp_path / "in" / SETTINGS).write_text(json.dumps({"add_bos_token": False}))
-    (tmp_path / "out").mkdir()
-    assert not convert_tokenizer(tmp_path / "in", tmp_path / "out").adds_bos
 
 
 @pytest.mark.parametrize(
@@ -161,79 +114,61 @@ def test_tokens_that_only_files_beside_a_tokenizer_json_list_are_added(tmp_path:
 def test_thousands_of_added_tokens_are_added_together(tmp_path: Path) -> None:
     """One by one they took a quarter of an hour: each addition looks at all."""
     source = tmp_path / "in"
-    train(source, "bpe")
+    train(source)
+    (source / SETTINGS).write_text(json.dumps({"add_bos_token": False}))
     (source / ADDED).write_text(json.dumps({f"<|{index}|>": 340 + index for index in range(30_000)}))
     (tmp_path / "out").mkdir()
     ours = convert_tokenizer(source, tmp_path / "out")
-    assert ours.encode("<|0|><|29999|>", add_special_tokens=False)[-1] == 340 + 29_999
+    assert ours.encode("<|0|><|29999|>", add_special_tokens=False)[-1] == 340 + 29_999 and not ours.adds_bos
 
 
-def test_added_tokens_of_another_model_are_refused(tmp_path: Path) -> None:
-    source = write_tokenizer(tmp_path / "in", 300)
-    (tmp_path / "out").mkdir()
-    (source / ADDED).write_text(json.dumps({"<X>": 1000}))
-    with pytest.raises(CheckpointError, match="'<X>' has id 1000, but would have 300"):
-        convert_tokenizer(source, tmp_path / "out")
-
-
-def model_without_unknown() -> bytes:
-    model: Any = sentencepiece_model_pb2.ModelProto()
-    model.pieces.add(piece="a", score=0.0, type=1)
-    model.trainer_spec.unk_id, model.trainer_spec.model_type = 7, 2
-    return bytes(model.SerializeToString())
-
-
-@pytest.mark.parametrize(
-    ("files", "named"),
-    [
-        ({}, "copy the model's tokenizer"),
-        ({TOKENIZER: b"{"}, "cannot be used"),
-        ({SENTENCEPIECE: b"not a protobuf \xff\xff"}, "no SentencePiece model|holds no tokens"),
-        ({SENTENCEPIECE: b""}, "holds no tokens"),
-        ({SENTENCEPIECE: b"\x80\x04K\x01."}, "SentencePiece|no tokens"),  # a pickle is just bytes here
-        ({SENTENCEPIECE: model_without_unknown()}, "unk_id 7 is none of its 1 tokens"),
-    ],
-)
-def test_what_cannot_be_used_is_refused(tmp_path: Path, files: dict[str, bytes], named: str) -> None:
-    (tmp_path / "in").mkdir()
-    (tmp_path / "out").mkdir()
-    for name, content in files.items():
-        (tmp_path / "in" / name).write_bytes(content)
-    with pytest.raises(CheckpointError, match=named):
-        convert_tokenizer(tmp_path / "in", tmp_path / "out")
-
-
-def sentencepiece_model(pieces: list[str]) -> bytes:
+def model_of(pieces: list[str], unknown: int = 0) -> bytes:
     model: Any = sentencepiece_model_pb2.ModelProto()
     for piece in pieces:
         model.pieces.add(piece=piece, score=0.0, type=1)
     model.normalizer_spec.precompiled_charsmap = b""
-    model.trainer_spec.model_type, model.trainer_spec.unk_id = 2, 0
+    model.trainer_spec.model_type, model.trainer_spec.unk_id = 2, unknown
     return bytes(model.SerializeToString())
 
 
 @pytest.mark.parametrize(
-    ("pieces", "named"),
+    ("content", "named"),
     [
-        (["a" * 1025], "1025 characters"),
-        ([f"{index:01000d}" for index in range(9000)], "9000000 bytes"),
-        (["a" * length for length in range(1, 500)], "cut in too many ways"),
+        (b"not a protobuf \xff\xff", "no SentencePiece model|holds no tokens"),
+        (b"", "holds no tokens"),
+        (b"\x80\x04K\x01.", "SentencePiece|no tokens"),  # a pickle is just bytes here
+        (model_of(["a"], 7), "unk_id 7 is none of its 1 tokens"),
+        # Of a piece, each way to cut it in two pieces is a merge.
+        (model_of(["a" * 1025]), "1025 characters"),
+        (model_of([f"{index:01000d}" for index in range(9000)]), "9000000 bytes"),
+        (model_of(["a" * length for length in range(1, 500)]), "cut in too many ways"),
     ],
-    ids=["a long piece", "many", "all parts of one another"],
+    ids=["no protobuf", "empty", "a pickle", "no unknown", "a long piece", "many", "all parts of one another"],
 )
-def test_a_vocabulary_that_would_fill_the_memory_is_refused(tmp_path: Path, pieces: list[str], named: str) -> None:
-    """Of a piece, each way to cut it in two pieces is a merge."""
+def test_a_sentencepiece_model_that_cannot_be_used_is_refused(tmp_path: Path, content: bytes, named: str) -> None:
     (tmp_path / "out").mkdir()
-    (tmp_path / SENTENCEPIECE).write_bytes(sentencepiece_model(pieces))
+    (tmp_path / SENTENCEPIECE).write_bytes(content)
     with pytest.raises(CheckpointError, match=named):
         convert_tokenizer(tmp_path, tmp_path / "out")
 
 
-def test_word_models_are_refused(tmp_path: Path) -> None:
-    train(tmp_path / "in", "word", byte_fallback=False)
-    (tmp_path / "out").mkdir()
-    with pytest.raises(CheckpointError, match="neither a BPE nor a unigram"):
-        convert_tokenizer(tmp_path / "in", tmp_path / "out")
+def test_other_folders_that_cannot_be_used_are_refused(tmp_path: Path) -> None:
+    source, other = tmp_path / "in", tmp_path / "other"
+    source.mkdir()
+
+    def refused(folder: Path, named: str) -> None:
+        (tmp_path / named[:4]).mkdir()
+        with pytest.raises(CheckpointError, match=named):
+            convert_tokenizer(folder, tmp_path / named[:4])
+
+    refused(source, "copy the model's tokenizer")
+    (source / TOKENIZER).write_bytes(b"{")
+    refused(source, "cannot be used")
+    write_tokenizer(source, 300)
+    (source / ADDED).write_text(json.dumps({"<X>": 1000}))
+    refused(source, "'<X>' has id 1000, but would have 300")
+    train(other, "word", byte_fallback=False)
+    refused(other, "neither a BPE nor a unigram")
 
 
 def test_vocabularies_must_be_the_same(tmp_path: Path) -> None:
