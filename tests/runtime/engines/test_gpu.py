@@ -55,12 +55,8 @@ def test_rows_are_moved_on_the_device(device: CudaDevice) -> None:
 
 
 def test_copies_are_captured_and_replayed(device: CudaDevice) -> None:
-    stream, memory, source, target = (
-        device.new_stream(),
-        device.allocate(512),
-        device.allocate_pinned(512),
-        device.allocate_pinned(512),
-    )
+    stream, memory = device.new_stream(), device.allocate(512)
+    source, target = (device.allocate_pinned(512) for _ in range(2))
 
     def copies() -> None:
         device.upload(memory.address, source, stream)
@@ -92,19 +88,9 @@ def test_a_bundle_generates_with_tensorrt(
         targets = (device.compute_capability,)
         if device.compute_capability not in RTX_COMPUTE_CAPABILITIES:
             pytest.skip(f"TensorRT-RTX does not compile for SM {device.compute_capability}")
-    output = tmp_path / "bundle"
-    options = BuildOptions(
-        DEMO / TARGET,
-        DEMO / DRAFT,
-        output,
-        backend=backend,
-        precision="fp32",
-        max_length=512,
-        compute_capability=targets,
-        plugin=plugin,
-        max_batch=max_batch,
-    )
-    build(options, lambda step: lambda: None)
+    output, chosen = tmp_path / "bundle", {"compute_capability": targets, "plugin": plugin, "max_batch": max_batch}
+    pair = DEMO / TARGET, DEMO / DRAFT
+    build(BuildOptions(*pair, output, backend, "fp32", max_length=512, **chosen), lambda step: lambda: None)  # type: ignore[arg-type]
     params = SamplingParams(max_tokens=64, temperature=0)
     with LLM(output, None) as plain, LLM(output, CONFIGS["tree of 15"]) as speculative:
         expected = [plain.generate(prompt, params)[0].token_ids for prompt in ("def fibonacci(n):\n", "import os\n")]

@@ -28,6 +28,9 @@ def siblings(pairs: list[str]) -> dict[str, str]:
     return {names.format(index): f"{pair}\n" for index, pair in enumerate(pairs)}
 
 
+PAIRS = siblings([f"{index % 8},{index % 8 + 8}" for index in range(16)])
+
+
 @pytest.fixture(autouse=True)
 def sixteen_processors(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(16)), raising=False)
@@ -45,16 +48,10 @@ def sixteen_processors(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"proc/self/cgroup": "4:cpu,cpuacct:/a\n", **older(V1 + "a/", 300000), **older(V1, -1)}, 3),
         ({"proc/self/cgroup": "4:cpu:/not/seen/from/inside\n", **older(V1, 100000, 50000)}, 2),
         ({"proc/self/cgroup": "5:memory:/a\n", **older(V1, 100000)}, 16),
-        ({"proc/self/cgroup": "0::/\n", V2 + "cpu.max": "no number"}, 16),
-        ({"proc/self/cgroup": "0::/\n", V2 + "cpu.max": "100000 0\n"}, 16),
-        ({"proc/self/cgroup": "0::/\n", V2 + "cpu.max": ""}, 16),
-        (siblings([f"{index % 8},{index % 8 + 8}" for index in range(16)]), 8),
+        *(({"proc/self/cgroup": "0::/\n", V2 + "cpu.max": text}, 16) for text in ("no number", "100000 0\n", "")),
+        (PAIRS, 8),
         (siblings(["0-1", "0-1"]), 15),
-        (
-            {"proc/self/cgroup": "0::/\n", V2 + "cpu.max": "1200000 100000"}
-            | siblings([f"{index % 8},{index % 8 + 8}" for index in range(16)]),
-            8,
-        ),
+        ({"proc/self/cgroup": "0::/\n", V2 + "cpu.max": "1200000 100000"} | PAIRS, 8),
     ],
 )
 def test_quota_and_physical_cores_count(tmp_path: Path, content: dict[str, str], expected: int) -> None:
@@ -63,7 +60,7 @@ def test_quota_and_physical_cores_count(tmp_path: Path, content: dict[str, str],
 
 def test_affinity_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: {1, 9, 3})
-    files = files_of(tmp_path, siblings([f"{index % 8},{index % 8 + 8}" for index in range(16)]))
+    files = files_of(tmp_path, PAIRS)
     assert cores(files) == 2
     monkeypatch.delattr(os, "sched_getaffinity")
     monkeypatch.setattr(os, "cpu_count", lambda: None)
