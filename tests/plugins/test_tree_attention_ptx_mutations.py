@@ -14,9 +14,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from attention import TOLERANCES, Case
-from ptx.faults import Fault
 from ptx.images import Image, attention_image
 from ptx.launches import attend, for_capability
+from ptx.parser import Fault
 
 from draftwood.plugins.tree_attention.operands import ATTENTION
 from draftwood.plugins.tree_attention.plan import Variant, plan_launch

@@ -165,7 +165,7 @@ def test_an_observer_gets_its_rounds_from_the_host(one: LLM, gpu: Machine) -> No
 def test_rounds_of_two_texts_in_turn(one: LLM, gpu: Machine) -> None:
     """They share the engines' executions, whose bindings the host's passes change in between; one text's first rounds
     run on the host, whose last commit of the draft is still queued when a round on the device begins."""
-    expected, found = text_of_host(one, CHAIN), ([], [])
+    expected, found = text_of_host(one, CHAIN), (list[int](), list[int]())
     for tokens in zip_longest(generation(one, CHAIN), generation(one, TREE), fillvalue=[]):
         for each, more in zip(found, tokens, strict=True):
             each += more
@@ -338,12 +338,3 @@ def test_which_rounds_texts_share(joint: LLM) -> None:
     wide = rounds.round(RoundShape(2, 20, 16), [1])
     assert wide.engine.num_joint([wide] * 3) == 2, "of 16 rows in the draft's pass of 32"
     close(caches)
-
-
-def test_few_graphs_are_kept(joint: LLM, by_host: list[RequestOutput], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another shape or number of texts takes the place of the oldest."""
-    monkeypatch.setattr(static_rounds, "MOST_ROUNDS", 1)
-    found = joint.generate(PROMPTS[:2], GREEDY)
-    assert [each.token_ids for each in found] == [each.token_ids for each in by_host[:2]]
-    (shared,) = engines(joint)[0]._rounds.values()
-    assert len(shared._rounds) == 1

@@ -14,9 +14,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from compared_rounds import numbers_of
 from cuda_driver.machine import Machine
 from cuda_driver.streams import GLOBAL
-from drawn_rounds import numbers_of
 from engine_parts import BUSHY, filled, random_text, score
 from onnx_program import open_static
 from scripted_rounds import DeviceRounds, Scorer
@@ -62,10 +62,10 @@ def rounds(gpu: Machine) -> list[Any]:
     found = []
     for seed in range(2):
         draft = Scorer(seed, 20, 18)
-        device = DeviceRounds(gpu, SHAPE, Scorer(seed + 10, 20, 18, draft), draft, PROMPT)
+        device = DeviceRounds(gpu, SHAPE, Scorer(seed + 10, 20, 18, draft), draft, [PROMPT])
         streams = uniform_streams(seed)
         for _ in range(2):
-            found.append(device.run(numbers_of(SHAPE, PARAMS, streams)))
+            found += device.run(numbers_of(SHAPE, PARAMS, streams))
             use_draws(found[-1], uniforms_of(streams))
     return found
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,7 +15,7 @@ import pytest
 from bundling import DEMO
 from checkpoints import VOCAB_SIZE, write_checkpoint
 from lowbit import one_by_one
-from native_parts import held, open_native, spec_of
+from native_parts import held, no_compiler, open_native, spec_of
 
 from draftwood.builder.checkpoints.checkpoint import Checkpoint
 from draftwood.builder.engines.native import write_weights
@@ -131,9 +131,10 @@ def test_damaged_weights_are_refused(tmp_path: Path) -> None:
     deep = b"[" * 100_000 + b" " * 24
     long = len(deep).to_bytes(8, "little") + deep
     empty = (56).to_bytes(8, "little") + b"[]".ljust(56)
+    readers: tuple[Callable[..., object], ...] = (NativeEngine, read_weights, partial(read_weights, private=True))
     for damaged in (b"", content[:5000], b"\xff" * 64, empty, content[:-64], long):
         file.write_bytes(damaged)
-        for read in (NativeEngine, read_weights, lambda path, spec: read_weights(path, spec, True)):
+        for read in readers:
             with pytest.raises(EngineError, match="rebuild the bundle"):
                 read(file, engine.spec)
 
@@ -181,9 +182,7 @@ def test_a_private_engine_survives_its_file(tmp_path: Path) -> None:
 
 def test_without_a_compiler_and_kernels_nothing_is_built(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv(CACHE, str(tmp_path / "cache"))
-    monkeypatch.setattr("draftwood.plugins.native.compile.shutil.which", lambda name: None)
-    monkeypatch.setattr("draftwood.plugins.native.compile.importlib.util.find_spec", lambda name: None)
-    monkeypatch.delenv("CC", raising=False)
+    no_compiler(monkeypatch)
     for ask in (lambda: options(tmp_path, backend="native"), rounding_kernels):
         with pytest.raises(ConfigError, match="finds no C compiler"):
             ask()
@@ -271,18 +270,8 @@ def touched(file: File) -> object:
     return weights
 
 
-def share_of(file: File, everybody: Any, results: Any) -> None:
-    """What one of several processes adds to the memory of all, once all have read the weights."""
-    before = memory("Pss")
-    kept = touched(file)
-    everybody.wait()
-    results.put(memory("Pss") - before)
-    everybody.wait()
-    del kept
-
-
 @needs_smaps
-def test_engines_of_one_process_and_of_several_share_one_copy(file: File) -> None:
+def test_engines_share_one_copy(file: File) -> None:
     assert file.size > 50_000_000
     touched(file)  # whatever numpy needs for itself is there
     own, shared = memory("Anonymous"), memory("Pss")
@@ -290,15 +279,6 @@ def test_engines_of_one_process_and_of_several_share_one_copy(file: File) -> Non
     assert memory("Anonymous") - own < file.size / 10
     assert memory("Pss") - shared < 1.2 * file.size
     del kept
-    context, processes = multiprocessing.get_context("fork"), 3
-    everybody, results = context.Barrier(processes), context.Queue()
-    started = [context.Process(target=share_of, args=(file, everybody, results)) for _ in range(processes)]
-    for each in started:
-        each.start()
-    shares = [results.get(timeout=60) for _ in started]
-    for each in started:
-        each.join()
-    assert sum(shares) < 1.5 * file.size
 
 
 @needs_smaps

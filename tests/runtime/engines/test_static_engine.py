@@ -43,6 +43,7 @@ from draftwood.runtime import SamplingParams, SpeculativeConfig
 from draftwood.runtime.engines.base import Pass
 from draftwood.runtime.engines.layout import Layout, PassShape, mask_columns
 from draftwood.runtime.engines.passes import causal_batch, prefill
+from draftwood.runtime.engines.shared.pool import PooledEngine
 from draftwood.runtime.engines.static.engine import StaticEngine
 from draftwood.runtime.engines.static.memory import cache_geometry
 from draftwood.runtime.engines.static.pool import StaticPool
@@ -140,6 +141,12 @@ def test_only_what_is_read_comes_back(opened: OpenStatic, gpu: Machine) -> None:
     assert [output.logits.shape for output in outputs] == [(1, VOCAB_SIZE)] * 2
     ranks = 12 * 32 * bindings.TOP_COLUMNS
     assert gpu.calls["download"] == 1 and 2 * row <= gpu.counts["download bytes"] <= 2 * row + ranks
+
+
+def test_requests_cannot_share_more_slots_than_a_cache_has(opened: OpenStatic) -> None:
+    pool = PooledEngine(opened(), SHARED_CAPACITY + 200)
+    with pytest.raises(EngineError, match=r"caches have 256 slots and cannot grow .* fewer requests"):
+        filled(pool, random_text(SHARED_CAPACITY + 1))
 
 
 def test_slots_out_of_order_are_refused(opened: OpenStatic) -> None:

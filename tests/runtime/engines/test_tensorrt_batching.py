@@ -34,7 +34,6 @@ PROMPTS: list[Prompt] = [
     "x",
 ]
 GREEDY = SamplingParams(max_tokens=16, temperature=0, ignore_eos=True)
-SEEDED = SamplingParams(max_tokens=16, temperature=0.9, seed=5, ignore_eos=True)
 TREES = SpeculativeConfig("topk", budget="fixed", max_total_draft_tokens=7, max_draft_len=3)
 CONFIGS = {
     "plain": None,
@@ -74,17 +73,6 @@ def test_a_list_of_prompts_shares_passes_and_changes_no_text(
         assert together < 0.6 * (gpu.ran["a program"] - together)
         if name == "tree":
             assert sum(each.stats.num_accepted_tokens for each in found) > 0
-
-
-def test_sampled_texts_with_a_seed_do_not_depend_on_company(opened: Callable[..., LLM]) -> None:
-    """With trees that the host draws for any plan: the device, which draws for plans of one request alone, uses the
-    numbers of a seed in another way."""
-    config = SpeculativeConfig("dyspec", budget="fixed", max_total_draft_tokens=6, max_draft_len=3, key="draft")
-    with opened(config=config) as llm, opened(1, config) as single:
-        found = llm.generate(PROMPTS[:3], SEEDED)
-        assert [each.token_ids for each in found] == [
-            single.generate(each, SEEDED)[0].token_ids for each in PROMPTS[:3]
-        ]
 
 
 def test_requests_of_a_server_join_and_leave(opened: Callable[..., LLM], alone: list[RequestOutput]) -> None:

@@ -19,16 +19,20 @@ from typing import Any, NamedTuple
 from draftwood.models.errors import EngineError
 
 from .kernels import STATIC_SHARED, Kernel, Launched, pointed
-from .memory import DEVICE, PINNED, Memory, Span, joined
-from .status import (
+from .memory import (
     CAPTURE_INVALIDATED,
     CAPTURE_UNSUPPORTED,
+    DEVICE,
     ILLEGAL_ADDRESS,
     INVALID_CONTEXT,
     INVALID_HANDLE,
     INVALID_VALUE,
     OK,
+    PINNED,
+    Memory,
     Refused,
+    Span,
+    joined,
 )
 from .streams import Streams, Work
 

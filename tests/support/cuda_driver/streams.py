@@ -13,8 +13,7 @@ from dataclasses import dataclass, field
 from random import Random
 from typing import NamedTuple
 
-from .memory import Span
-from .status import CAPTURE_UNSUPPORTED, CAPTURE_WRONG_THREAD, INVALID_HANDLE, Refused
+from .memory import CAPTURE_UNSUPPORTED, CAPTURE_WRONG_THREAD, INVALID_HANDLE, Refused, Span
 
 GLOBAL, THREAD_LOCAL = 0, 1  # capture modes: who must not call what may disturb a capture
 AT_ONCE = 0.3  # how probable it is that the device does a piece of work while the host queues another
