@@ -166,7 +166,7 @@ def test_rounds_of_two_texts_in_turn(one: LLM, gpu: Machine) -> None:
     """They share the engines' executions, whose bindings the host's passes change in between; one text's first rounds
     run on the host, whose last commit of the draft is still queued when a round on the device begins."""
     expected, found = text_of_host(one, CHAIN), (list[int](), list[int]())
-    for tokens in zip_longest(generation(one, CHAIN), generation(one, TREE), fillvalue=[]):
+    for tokens in zip_longest(generation(one, CHAIN), generation(one, TREE), fillvalue=list[int]()):
         for each, more in zip(found, tokens, strict=True):
             each += more
     assert found == (expected, expected)

@@ -134,9 +134,9 @@ def test_damaged_weights_are_refused(tmp_path: Path) -> None:
     readers: tuple[Callable[..., object], ...] = (NativeEngine, read_weights, partial(read_weights, private=True))
     for damaged in (b"", content[:5000], b"\xff" * 64, empty, content[:-64], long):
         file.write_bytes(damaged)
-        for read in readers:
+        for reader in readers:
             with pytest.raises(EngineError, match="rebuild the bundle"):
-                read(file, engine.spec)
+                reader(file, engine.spec)
 
 
 def test_bf16_of_a_release_that_did_not_round_rows_is_refused(tmp_path: Path) -> None:
