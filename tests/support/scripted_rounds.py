@@ -24,7 +24,7 @@ from draftwood.runtime.engines.static.cuda import CudaDevice
 from draftwood.runtime.engines.static.device import CacheGeometry, DeviceMemory, Stream
 from draftwood.runtime.engines.static.round import CachePlace, Names, Round, TextPlace
 
-CAPACITY, WORDS = 256, 3
+CAPACITY, WORDS = 320, 3
 REGION = 50  # slots of a text where texts share a cache
 VOCABULARY, COLUMNS = 40, 18  # tokens, and those that a trimmed draft keeps
 GEOMETRY = CacheGeometry(2, 2, CAPACITY, 4 * WORDS, 2 * CAPACITY * 4 * WORDS + 64)

@@ -24,7 +24,7 @@ class Work(NamedTuple):
     sees when it has waited."""
 
     name: str
-    submitted: Callable[[], tuple[Callable[[], None], Callable[[], None]]]
+    submitted: Callable[[], tuple[Callable[[], object], Callable[[], None]]]
     reads: tuple[Span, ...]
     writes: tuple[Span, ...]
 
@@ -45,7 +45,7 @@ class Capture:
 class Stream:
     """queue: what has not run. unawaited: what was queued since the host's last wait, and what it then sees."""
 
-    queue: deque[Callable[[], None]] = field(default_factory=deque)
+    queue: deque[Callable[[], object]] = field(default_factory=deque)
     unawaited: list[tuple[Work, Callable[[], None]]] = field(default_factory=list)
     capture: Capture | None = None
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from draftwood.plugins import installation
+from draftwood.plugins import installation, tensorrt
 from draftwood.plugins.installation import install
 from draftwood.plugins.tensorrt import load_tensorrt, tensorrt_logger
 
@@ -32,6 +32,7 @@ def in_a_process(code: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.parametrize(("backend", "package"), [("tensorrt", "tensorrt"), ("tensorrt-rtx", "tensorrt_rtx")])
 def test_a_missing_package_names_the_extra(backend: str, package: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tensorrt, "preload_rtx_libraries", lambda: None)  # which acts once in a process
     monkeypatch.setitem(sys.modules, package, None)
     with pytest.raises(ModuleNotFoundError, match=rf"{package} cannot .*pip install .*\[{backend}\]'") as raised:
         load_tensorrt.__wrapped__(backend)
