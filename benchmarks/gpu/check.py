@@ -54,7 +54,7 @@ STAGES = {  # of a form of bundle, see tensorrt.FORMS
     "TensorRT's attention": ("build", "load", "texts", "speed"),
     **dict.fromkeys(("int8", "int4", "fp8"), ("build", "load", "texts", "speed")),
 }
-GPU_TESTS = ("tests/plugins/test_tree_attention_gpu.py", "tests/runtime/engines")
+GPU_TESTS = ("tests/runtime/engines",)
 
 
 class Group(NamedTuple):

@@ -1,106 +1,32 @@
-"""Rounds by the kernels, which the driver in libcuda's place executes from their PTX, against the host's own code."""
+"""Rounds at temperature 0 by the kernels, which the driver in libcuda's place executes from their PTX, against the
+host's own code; and the images of all kernels of rounds."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Sequence
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from compared_rounds import PROMPT, changed, compared, ranking
 from cuda_driver.machine import Machine
-from fakes import FakeCache
-from scripted_rounds import COLUMNS, VOCABULARY, JointRounds, Ranker, RankingEngine
+from scripted_rounds import COLUMNS, VOCABULARY
 
 from draftwood.models.errors import EngineError
 from draftwood.plugins.device_round import images
 from draftwood.plugins.device_round.compile import DIGEST, digest
 from draftwood.plugins.device_round.images import KERNELS, image, is_current
-from draftwood.runtime import SamplingParams
-from draftwood.runtime.decoding.whole_rounds import acceptance_of, tree_of
-from draftwood.runtime.engines.passes import run
 from draftwood.runtime.engines.rounds import RoundShape
-from draftwood.runtime.engines.static import cuda
 from draftwood.runtime.engines.static.draws import Buffers
-from draftwood.runtime.sampling.random import seeded_streams
-from draftwood.runtime.sampling.sampler import Sampler
-from draftwood.runtime.speculation.graph.token_graph import TokenGraph
-from draftwood.runtime.speculation.graph.token_tree import TokenTree, unroll
-from draftwood.runtime.speculation.growers.baseline import BestFirst
-from draftwood.runtime.speculation.growers.gsd import NO_MERGER
-from draftwood.runtime.speculation.growers.specdecpp import Fixed
-from draftwood.runtime.speculation.proposer import DraftProposer
-from draftwood.runtime.speculation.verifier import Acceptance, match_best
 
 pytestmark = pytest.mark.usefixtures("no_faults")
 
 SHAPES = [RoundShape(1, 1, 1), RoundShape(4, 4, 1), RoundShape(3, 5, 2), RoundShape(5, 15, 4), RoundShape(4, 6, 3)]
-PROMPT = (3, 1, 4, 1, 5)
-
-
-class HostRounds:
-    """The same rounds by the proposer and the verifier."""
-
-    def __init__(
-        self, shape: RoundShape, target: Ranker, draft: Ranker, kept_tokens: tuple[int, ...], text: Sequence[int]
-    ) -> None:
-        self._shape, self._target = shape, RankingEngine(target, VOCABULARY)
-        self._cache, self._text = FakeCache(), list(text)
-        self._proposer = DraftProposer(RankingEngine(draft, VOCABULARY, kept_tokens), self._text)
-        self._cache.committed = list(text[:-1])
-        self._sampler = Sampler(SamplingParams(temperature=0), text, (), VOCABULARY)
-        run(self._proposer.read())
-
-    @property
-    def pending(self) -> list[int]:
-        return self._proposer.pending
-
-    def run(self) -> tuple[TokenTree, Acceptance]:
-        depth, size, width = self._shape[:3]
-        graph, grower = TokenGraph(self._text[-1]), BestFirst(size, depth, width, NO_MERGER)
-        run(self._proposer.propose(graph, grower, Fixed(), self._sampler, seeded_streams(0).draft, True))
-        tree = unroll(graph, size, depth)
-        output = self._target.score(tree.to_batch(self._target.spec, self._cache.length, True), self._cache)
-        assert output.top_ids is not None
-        acceptance = match_best(tree, output.top_ids[:, 0])
-        self._cache.commit([0, *acceptance.rows])
-        self._proposer.commit(tree, acceptance.rows)
-        self._text += [*(tree.token_ids[row] for row in acceptance.rows), acceptance.next_token]
-        return tree, acceptance
-
-
-def compared(
-    gpu: Machine,
-    shape: RoundShape,
-    ties: bool = False,
-    kept_tokens: tuple[int, ...] = (),
-    seed: int = 1,
-    texts: Sequence[Sequence[int]] = (PROMPT,),
-    **area: int,
-) -> int:
-    """Six rounds of the host, text by text, and of the device, in turn; the first one is queued, the others are
-    replayed. area: see JointRounds. Returns the number of accepted tokens."""
-    draft = Ranker(seed, 6, ties)
-    target = Ranker(seed + 100, 6, ties, draft, kept_tokens)
-    hosts = [HostRounds(shape, target, draft, kept_tokens, text) for text in texts]
-    device = JointRounds(gpu, shape, target, draft, texts, kept_tokens, **area)
-    accepted = 0
-    gpu.counts.clear()
-    for _ in range(6):
-        for host, outcome in zip(hosts, device.run_all(), strict=True):
-            tree, acceptance = host.run()
-            found = tree_of(outcome)
-            for field in ("token_ids", "parents", "depths", "children", "merged", "certain"):
-                assert getattr(found, field) == getattr(tree, field), field
-            np.testing.assert_allclose(found.shares, tree.shares)
-            assert acceptance_of(outcome) == acceptance
-            accepted += len(acceptance.rows)
-        assert device.all_pending == [host.pending for host in hosts]
-    assert gpu.counts["wait"] == 6 and gpu.counts["graph"] == 5
-    return accepted
+TEXTS = (PROMPT, (2, 7), (1, 8, 2, 8, 1, 8))
+NOTICED = (AssertionError, EngineError, ValueError, IndexError, KeyError)
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -108,53 +34,36 @@ def compared(
 def test_rounds_are_those_of_the_host(shape: RoundShape, ties: bool, gpu: Machine) -> None:
     """Trees, accepted paths, caches, and what the draft has not read. Equal values are ordered as the host orders
     them."""
-    assert compared(gpu, shape, ties) > 2
+    assert compared(gpu, shape, ranking(ties=ties)) > 2
 
 
 def test_a_trimmed_draft_proposes_tokens_of_the_target(gpu: Machine) -> None:
-    kept = tuple(sorted(np.random.default_rng(0).choice(VOCABULARY, COLUMNS, replace=False).tolist()))
-    assert compared(gpu, RoundShape(3, 5, 2), kept_tokens=kept) > 2
-
-
-TEXTS = (PROMPT, (2, 7), (1, 8, 2, 8, 1, 8))
+    kept = np.sort(np.random.default_rng(0).choice(VOCABULARY, COLUMNS, replace=False)).tolist()
+    assert compared(gpu, RoundShape(3, 5, 2), ranking(kept_tokens=kept), kept_tokens=kept) > 0
 
 
 @pytest.mark.parametrize("widest", [64, 16])
 def test_texts_that_share_a_round_get_what_each_gets_alone(widest: int, gpu: Machine) -> None:
     """In a cache for four texts, of which columns are in use; as many texts as fit share a pass of the target."""
-    shape = RoundShape(3, 5, 2)
-    assert compared(gpu, shape, widest == 16, texts=TEXTS, sequences=4, widest=widest, used=5) > 6
+    area: dict[str, Any] = {"sequences": 4, "widest": widest, "used": 5}
+    assert compared(gpu, RoundShape(3, 5, 2), ranking(ties=widest == 16), texts=TEXTS, **area) > 6
 
 
 def test_a_text_alone_in_a_cache_for_several(gpu: Machine) -> None:
-    assert compared(gpu, RoundShape(4, 4, 1), sequences=2) > 2
+    assert compared(gpu, RoundShape(4, 4, 1), ranking(), sequences=2) > 2
 
 
 @pytest.mark.full
-def test_rounds_of_many_shapes(gpu: Machine) -> None:
-    rng = np.random.default_rng(0)
-    for seed in range(60):
-        depth, width = int(rng.integers(1, 7)), int(rng.integers(1, 6))
-        compared(gpu, RoundShape(depth, int(rng.integers(1, 25)), width), bool(rng.integers(2)), seed=seed)
-
-
-@pytest.mark.full
-def test_texts_that_share_rounds_of_many_shapes(gpu: Machine) -> None:
-    rng = np.random.default_rng(1)
-    for seed in range(40):
-        depth, width, size = (int(rng.integers(1, most)) for most in (5, 4, 9))
-        texts = [rng.integers(0, VOCABULARY, int(rng.integers(1, 20))).tolist() for _ in range(int(rng.integers(1, 5)))]
-        widest = 1 << int(rng.integers(4, 7))
-        compared(
-            gpu,
-            RoundShape(depth, size, width),
-            bool(rng.integers(2)),
-            seed=seed,
-            texts=texts,
-            sequences=4,
-            widest=widest,
-            used=int(rng.integers(0, 3)),
-        )
+@pytest.mark.parametrize("several", [False, True], ids=["one text", "several"])
+def test_rounds_of_many_shapes(several: bool, gpu: Machine) -> None:
+    rng = np.random.default_rng(several)
+    for seed in range(50):
+        depth, width, size = (int(rng.integers(1, most)) for most in ((5, 4, 9) if several else (7, 6, 25)))
+        lengths = rng.integers(1, 20, rng.integers(1, 5)) if several else [5]
+        texts = [rng.integers(0, VOCABULARY, length).tolist() for length in lengths]
+        area: dict[str, Any] = {"sequences": 4, "widest": 1 << int(rng.integers(4, 7)), "used": int(rng.integers(0, 3))}
+        models = ranking(seed, bool(rng.integers(2)))
+        compared(gpu, RoundShape(depth, size, width), models, texts=texts, **(area if several else {}))
 
 
 @pytest.mark.parametrize(
@@ -172,19 +81,16 @@ def test_texts_that_share_rounds_of_many_shapes(gpu: Machine) -> None:
 def test_a_kernel_that_differs_would_be_noticed(
     kernel: str, old: str, new: str, gpu: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    original = image(kernel)
-    changed = original._replace(text=original.text.replace(old, new))
-    assert changed.text != original.text
-    monkeypatch.setattr(cuda, "image", lambda name: changed if name == kernel else image(name))
+    changed(kernel, old, new, monkeypatch)
     with gpu.expecting(), pytest.raises((AssertionError, EngineError)):
-        compared(gpu, RoundShape(3, 5, 2), ties=True)
+        compared(gpu, RoundShape(3, 5, 2), ranking(ties=True))
 
 
 NUMBERS = {
     "pending_inputs": ("columns", "width", "nodes", "layers", "accepted", "outputs", "texts", "sequence_rows"),
     "expand": ("columns", "layer", "width", "size", "num_names", "first_slot", "nodes", "layers", "ranked"),
     "unroll": ("layer", "size", "nodes"),
-    "tree_inputs": (*("rows", "columns", "read", "first", "chosen", "nodes", "spread", "texts", "sequence_rows"),),
+    "tree_inputs": ("rows", "columns", "read", "first", "chosen", "nodes", "spread", "texts", "sequence_rows"),
     "verify": ("columns", "size", "depth", "nodes", "accepted_rows"),
     "commit": ("tensor_words", "heads", "capacity", "row_words", "most", "read"),
 }
@@ -214,8 +120,8 @@ def test_a_wrong_number_of_a_launch_would_be_noticed(
     monkeypatch.setattr(Buffers, "launch", changed)
     with gpu.expecting() as faults:
         try:
-            compared(gpu, RoundShape(3, 5, 2), True, texts=TEXTS, sequences=4, widest=16, used=5)
-        except (AssertionError, EngineError, ValueError, IndexError, KeyError):
+            compared(gpu, RoundShape(3, 5, 2), ranking(ties=True), texts=TEXTS, sequences=4, widest=16, used=5)
+        except NOTICED:
             return
         assert faults
 
@@ -234,7 +140,7 @@ def test_images_of_other_sources_are_compiled_anew_and_a_machine_that_cannot_say
 ) -> None:
     for name in KERNELS:
         (tmp_path / f"{name}.ptx").write_text(image(name).text)
-    assert is_current(tmp_path)
+    assert is_current(tmp_path) and not is_current(tmp_path / "nowhere")
     (tmp_path / "commit.ptx").write_text(image("commit").text.replace("sources ", "sources 0"))
     assert not is_current(tmp_path)
     monkeypatch.setattr(images, "FOLDER", tmp_path)

@@ -11,10 +11,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from native_parts import no_compiler
 
 from draftwood.plugins.native import cache
-from draftwood.plugins.native import compile as compiling
-from draftwood.plugins.native.compile import FLAGS, CompilerError, choose_prefetch
+from draftwood.plugins.native.compile import FLAGS, CompilerError, choose_prefetch, compile_kernels, compiler
 from draftwood.plugins.native.processor import KernelError
 
 LOOK = """
@@ -58,38 +58,27 @@ def compilations(monkeypatch: pytest.MonkeyPatch, made: Path) -> list[Path]:
     return done
 
 
-def no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("CC", raising=False)
-    monkeypatch.setattr("draftwood.plugins.native.compile.shutil.which", lambda name: None)
-    monkeypatch.setattr("draftwood.plugins.native.compile.importlib.util.find_spec", lambda name: None)
-
-
-def test_kernels_are_compiled_once_into_a_folder_of_ones_own(folder: Path, compilations: list[Path]) -> None:
-    first = cache.kernels()
-    assert cache.kernels() == first and len(compilations) == 1
+@pytest.mark.parametrize("umask", [0o022, 0o000, 0o077])
+def test_kernels_are_compiled_once_into_a_folder_of_ones_own(
+    folder: Path, compilations: list[Path], umask: int
+) -> None:
+    """No umask makes them writable for others."""
+    before = os.umask(umask)
+    try:
+        first = cache.kernels()
+        assert cache.kernels() == first and len(compilations) == 1
+    finally:
+        os.umask(before)
     assert [file.name for file in folder.iterdir()] == [first.name], "nothing unfinished is left"
     assert stat.S_IMODE(folder.stat().st_mode) == stat.S_IMODE(first.stat().st_mode) == 0o700
     assert cache.open_kernels().instructions is not None
 
 
-@pytest.mark.parametrize("umask", [0o000, 0o077])
-def test_no_umask_makes_them_writable_for_others(folder: Path, compilations: list[Path], umask: int) -> None:
-    before = os.umask(umask)
-    try:
-        assert cache.kernels() == cache.kernels()
-    finally:
-        os.umask(before)
-
-
 def test_processes_that_compile_at_once_do_not_disturb_each_other(folder: Path) -> None:
     """With the machine's compiler, in processes that begin together."""
     environment = {**os.environ, cache.CACHE: str(folder)}
-    started = [
-        subprocess.Popen(
-            [sys.executable, "-c", LOOK], env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-        )
-        for _ in range(2)
-    ]
+    command, pipe = [sys.executable, "-c", LOOK], subprocess.PIPE
+    started = [subprocess.Popen(command, env=environment, stdout=pipe, stderr=pipe, text=True) for _ in range(2)]
     finished = [(process.communicate(timeout=300), process.returncode) for process in started]
     assert all(code == 0 for _, code in finished), finished
     assert {Path(output.strip()).parent for (output, _), _ in finished} == {folder}
@@ -188,6 +177,12 @@ def test_the_family_of_the_processor_decides_where_weights_are_read_ahead_to(tmp
     assert choose_prefetch(tmp_path / "none") == ()
 
 
+def write_compiler(path: Path, script: str) -> Path:
+    path.write_text(f"#!/bin/sh\n{script}\n")
+    path.chmod(0o700)
+    return path
+
+
 def test_another_compiler_processor_or_flag_has_files_of_its_own(
     made: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -202,10 +197,7 @@ def test_another_compiler_processor_or_flag_has_files_of_its_own(
         identities.add(cache.kernel_identity())
         patch.setattr(cache, "CPUINFO", tmp_path / "none")
         identities.add(cache.kernel_identity())
-    compiler = tmp_path / "cc"
-    compiler.write_text("#!/bin/sh\necho another\n")
-    compiler.chmod(0o700)
-    monkeypatch.setenv("CC", str(compiler))
+    monkeypatch.setenv("CC", str(write_compiler(tmp_path / "cc", "echo another")))
     names.add((cache.source_digest(FLAGS), cache.compiler_digest()))
     identities.add(cache.kernel_identity())
     assert len(names) == 3 and len(identities) == 5
@@ -221,6 +213,34 @@ def test_without_a_compiler_the_kernels_that_are_there_serve(filled: Path, monke
         with pytest.raises(CompilerError, match=r"install gcc or clang, or pip install .*\[native\]'; or .*on"):
             ask()
     assert len(cache.kernel_identity()) == 12
+
+
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [
+        (None, r"install gcc or clang, or pip install .*\[native\]'"),
+        ("no-such-compiler -m64", "set CC to a C compiler"),
+        ("gcc '-O2", r"is no command .*: correct it, or unset CC"),
+        ("false", "do not compile with false"),
+        ("./full", "free some space, or set DRAFTWOOD_CACHE"),
+    ],
+)
+def test_a_compiler_that_does_not_compile_is_named(
+    command: str | None, message: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_compiler(Path("full"), "echo '/tmp/x.s: No space left on device' >&2; exit 1")
+    no_compiler(monkeypatch)
+    if command is not None:
+        monkeypatch.setenv("CC", command)
+    with pytest.raises(CompilerError, match=message):
+        compile_kernels(tmp_path / "kernels.so")
+
+
+def test_a_package_may_bring_the_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    no_compiler(monkeypatch)
+    monkeypatch.setattr("draftwood.plugins.native.compile.importlib.util.find_spec", lambda name: object())
+    assert compiler()[-2:] == ["ziglang", "cc"]
 
 
 @pytest.fixture
@@ -283,12 +303,3 @@ def test_where_the_cache_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> 
     assert cache.cache_folder() == tmp_path / ".cache/draftwood"
     monkeypatch.setenv(cache.CACHE, "relative")
     assert cache.cache_folder() == Path.cwd() / "relative"
-
-
-def test_a_full_disk_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    compiler = tmp_path / "cc"
-    compiler.write_text("#!/bin/sh\necho '/tmp/x.s: No space left on device' >&2; exit 1\n")
-    compiler.chmod(0o700)
-    monkeypatch.setenv("CC", str(compiler))
-    with pytest.raises(CompilerError, match="free some space, or set DRAFTWOOD_CACHE"):
-        compiling.compile_kernels(tmp_path / "kernels.so")

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import importlib.util
-import subprocess
-import sys
-from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
+from multiprocessing import get_context
 from typing import Any
 
 import numpy as np
 import pytest
-from attention import SCALE, TOLERANCES, Case, Tensors, interpreter, model, workspace
-from numpy.typing import NDArray
+from attention import SCALE, Case, Tensors, model, operands, workspace
 
 from draftwood.plugins.tensorrt import load_tensorrt, tensorrt_logger
 from draftwood.plugins.tree_attention.driver import DriverLauncher
@@ -39,11 +36,24 @@ def library(dtype: str = "fp16") -> KernelLibrary:
     return KernelLibrary(tuple(images), "3.9.0")
 
 
-def interpreter_launcher(content: bytes) -> Launcher:
-    from interpreter import InterpreterLauncher
+class Noted:
+    """A launcher that notes its launches: plan, operands, scale and stream."""
 
+    multiprocessors = CASE.multiprocessors
+
+    def __init__(self) -> None:
+        self.launches: list[tuple[Any, ...]] = []
+
+    def launch(self, *arguments: Any) -> None:
+        self.launches.append(arguments)
+
+
+NOTED = Noted()
+
+
+def noted_launcher(content: bytes) -> Launcher:
     assert KernelLibrary.from_bytes(content) == library()
-    return InterpreterLauncher(CASE.multiprocessors)
+    return NOTED
 
 
 def described(tensors: Tensors, dtype: str = "HALF") -> list[Any]:
@@ -70,7 +80,7 @@ def ranges(dtype: str = "HALF") -> list[Any]:
 
 
 def classes() -> PluginClasses:
-    return plugin_classes(load_tensorrt("tensorrt-rtx"), interpreter_launcher)
+    return plugin_classes(load_tensorrt("tensorrt-rtx"), noted_launcher)
 
 
 def built(content: bytes | None = None, scale: float = SCALE) -> Any:
@@ -92,19 +102,12 @@ def configured(dtype: str = "HALF", content: bytes | None = None) -> Any:
     return plugin
 
 
-def test_everything_an_engine_needs_comes_back_from_its_fields() -> None:
+def test_copies_and_what_comes_back_from_the_fields_of_an_engine_have_the_same_content() -> None:
     plugin = configured()
     again = deserialized(plugin)
-    assert (again.scale, again.library) == (pytest.approx(SCALE), library().to_bytes())
-    assert again.variant == plugin.variant == Variant(64, 2, "fp16", 32)
-    assert deserialized(again).library == library().to_bytes()
-
-
-def test_a_clone_is_another_object_with_the_same_content() -> None:
-    plugin = configured()
-    for copy in (plugin.clone(), plugin.attach_to_context(None)):
-        assert copy is not plugin
-        assert (copy.scale, copy.library, copy.variant) == (plugin.scale, plugin.library, plugin.variant)
+    for each in (again, deserialized(again), plugin.clone(), plugin.attach_to_context(None)):
+        assert each is not plugin and (each.scale, each.library) == (pytest.approx(SCALE), library().to_bytes())
+        assert each.variant == plugin.variant == Variant(64, 2, "fp16", 32)
 
 
 @pytest.mark.parametrize("dtype", ["HALF", "BF16", "FLOAT"])
@@ -133,59 +136,34 @@ def test_the_workspace_is_enough_for_the_largest_call() -> None:
     assert found >= plan_launch(WIDEST.tensors().shape(), CASE.multiprocessors).workspace_bytes > 0
 
 
-def test_a_library_for_another_model_is_refused() -> None:
+def test_what_a_plugin_lacks_is_refused() -> None:
     with pytest.raises(ValueError, match=r"no Variant.*dtype='fp16'"):
         configured(content=library("bf16").to_bytes())
-
-
-def test_building_without_a_library_is_refused() -> None:
     with pytest.raises(RuntimeError, match="call register with a kernel library"):
         built(content=b"")
+    trt, plugin = load_tensorrt("tensorrt-rtx"), configured()  # it owns its fields
+    for missing, message in (("scale", "no attribute scale"), ("library", "lacks the plugin's lib")):
+        fields = [field for field in plugin.get_fields_to_serialize() if field.name != missing]
+        with pytest.raises(ValueError, match=message):
+            classes().creator(b"").create_plugin("layer", trt.PluginFieldCollection(fields), trt.TensorRTPhase.RUNTIME)
 
 
-@pytest.mark.parametrize(
-    ("missing", "message"), [("scale", "no attribute scale"), ("library", "lacks the plugin's lib")]
-)
-def test_missing_fields_are_refused(missing: str, message: str) -> None:
-    trt = load_tensorrt("tensorrt-rtx")
-    plugin = configured()
-    fields = [field for field in plugin.get_fields_to_serialize() if field.name != missing]
-    with pytest.raises(ValueError, match=message):
-        classes().creator(b"").create_plugin("layer", trt.PluginFieldCollection(fields), trt.TensorRTPhase.RUNTIME)
-
-
-def enqueue(case: Case, misalign: int = 0) -> NDArray[np.float32]:
-    """The whole way through TensorRT's types on host pointers; runs in a worker of `interpreter`."""
-    tensors = case.tensors()
-    plugin = deserialized(configured()).attach_to_context(None)
-    descriptions = described(tensors)
-    plugin.on_shape_change(descriptions[:5], descriptions[5:])
-    output, memory = tensors.query.clone(), workspace(plan_launch(tensors.shape(), case.multiprocessors))
-    assert memory is not None
-    pointers = [tensor.data_ptr() for tensor in tensors]
-    pointers[1] += misalign
-    plugin.enqueue(descriptions[:5], descriptions[5:], pointers, [output.data_ptr()], memory.data_ptr(), 0)
-    result: NDArray[np.float32] = output.float().numpy()
-    return result
-
-
-@pytest.fixture(scope="module")
-def worker() -> Iterator[ProcessPoolExecutor]:
-    with interpreter() as pool:
-        yield pool
-
-
-def test_enqueue_gives_the_oracle_s_numbers(worker: ProcessPoolExecutor) -> None:
-    found = worker.submit(enqueue, CASE).result()
-    np.testing.assert_allclose(found, CASE.tensors().expected(), rtol=0, atol=TOLERANCES["fp16"])
-
-
-def test_enqueue_refuses_what_the_kernel_cannot_read(worker: ProcessPoolExecutor) -> None:
-    with pytest.raises(ValueError, match=r"key is at 0x.*not a multiple of 16"):
-        worker.submit(enqueue, CASE, misalign=8).result()
-    descriptions = described(CASE.tensors())
+def test_enqueue_launches_the_plan_of_the_shapes_on_the_pointers() -> None:
+    """The whole way through TensorRT's types; test_tree_attention_driver.py launches the kernels themselves."""
+    plugin, tensors = deserialized(configured()).attach_to_context(None), CASE.tensors()
+    descriptions, output = described(tensors), tensors.query.clone()
+    memory = workspace(plan := plan_launch(tensors.shape(), CASE.multiprocessors))
+    given, pointers = operands(tensors, output, memory), [tensor.data_ptr() for tensor in tensors]
+    call = (descriptions[:5], descriptions[5:], pointers, [output.data_ptr()], given.workspace, 7)
     with pytest.raises(RuntimeError, match="no shapes"):
-        configured().enqueue(descriptions[:5], descriptions[5:], [0] * 5, [0], 0, 0)
+        plugin.enqueue(*call)
+    plugin.on_shape_change(descriptions[:5], descriptions[5:])
+    NOTED.launches.clear()
+    plugin.enqueue(*call)
+    assert NOTED.launches == [(plan, given, pytest.approx(SCALE), 7)]
+    pointers[1] += 8
+    with pytest.raises(ValueError, match=r"key is at 0x.*not a multiple of 16"):
+        plugin.enqueue(*call)
 
 
 def test_registering_twice_is_once() -> None:
@@ -200,16 +178,6 @@ def test_registering_twice_is_once() -> None:
     register(trt, library("bf16"))
     assert registry.get_creator(NAME, "1", "").library == library("bf16").to_bytes()
     assert sum(creator.name == NAME for creator in registry.all_creators) == 1
-
-
-def test_running_an_engine_needs_no_compiler() -> None:
-    """Nor torch, nor ONNX: the kernels come with the engine."""
-    code = (
-        "import sys; import draftwood.plugins.tree_attention.plugin\n"
-        "sys.exit(', '.join({'triton', 'torch', 'onnx', 'onnx_ir'} & set(sys.modules)) or None)"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert done.returncode == 0, f"imported: {done.stderr}"
 
 
 def test_layers_share_one_launcher() -> None:
@@ -236,8 +204,9 @@ def engine() -> bytes:
     return bytes(builder.build_serialized_network(network, config))
 
 
-def test_an_engine_carries_the_library(worker: ProcessPoolExecutor) -> None:
-    assert library().to_bytes() in worker.submit(engine).result()
+def test_an_engine_carries_the_library() -> None:
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as worker:
+        assert library().to_bytes() in worker.submit(engine).result()
 
 
 def test_a_plugin_of_somebody_else_is_not_replaced() -> None:

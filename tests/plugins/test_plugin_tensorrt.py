@@ -1,14 +1,19 @@
-"""The place that imports TensorRT's packages."""
+"""The place that imports TensorRT's packages, and the command that adds packages."""
 
 from __future__ import annotations
 
 import importlib.util
+import json
 import logging
 import subprocess
 import sys
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from draftwood.plugins import installation, tensorrt
+from draftwood.plugins.installation import install
 from draftwood.plugins.tensorrt import load_tensorrt, tensorrt_logger
 
 needs_rtx = pytest.mark.skipif(
@@ -27,6 +32,7 @@ def in_a_process(code: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.parametrize(("backend", "package"), [("tensorrt", "tensorrt"), ("tensorrt-rtx", "tensorrt_rtx")])
 def test_a_missing_package_names_the_extra(backend: str, package: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tensorrt, "preload_rtx_libraries", lambda: None)  # which acts once in a process
     monkeypatch.setitem(sys.modules, package, None)
     with pytest.raises(ModuleNotFoundError, match=rf"{package} cannot .*pip install .*\[{backend}\]'") as raised:
         load_tensorrt.__wrapped__(backend)
@@ -77,3 +83,31 @@ def test_an_import_that_was_too_early_is_found_before_the_parser_meets_a_plugin(
     )
     done = in_a_process(code)
     assert done.returncode == 1 and "tensorrt_rtx was imported before" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("origin", "command"),
+    [
+        (
+            {"url": "file:///home/a%20b/draftwood", "dir_info": {"editable": True}},
+            "-e '/home/a b/draftwood[cpu,serve]'",
+        ),
+        ({"url": "file:///src/draftwood", "dir_info": {}}, "'/src/draftwood[cpu,serve]'"),
+        (
+            {"url": "file:///d/draftwood-0.1.0-py3-none-any.whl", "archive_info": {}},
+            "'/d/draftwood-0.1.0-py3-none-any.whl[",
+        ),
+        (
+            {"url": "https://x.org/draftwood-0.1.0.whl", "archive_info": {}},
+            "'https://x.org/draftwood-0.1.0.whl[cpu,serve]'",
+        ),
+        (None, "'DRAFTWOOD.whl[cpu,serve]'"),
+    ],
+)
+def test_the_command_is_for_this_installation(
+    origin: dict[str, Any] | None, command: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = None if origin is None else json.dumps(origin)
+    found = SimpleNamespace(read_text=lambda name: text)
+    monkeypatch.setattr(installation, "distribution", lambda name: found)
+    assert install("cpu", "serve").startswith(f"pip install {command}")

@@ -8,10 +8,9 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 from ptx.execution import Launch
-from ptx.faults import Divergent, Fault, InFlight, Misaligned, OutOfBounds, Race, Undefined
 from ptx.grid import parameter_bytes, run_grid
 from ptx.memory import GlobalMemory
-from ptx.parser import parse
+from ptx.parser import Divergent, Fault, InFlight, Misaligned, OutOfBounds, Race, Undefined, parse
 
 THREADS = 64
 KERNEL = """

@@ -5,31 +5,18 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
+from itertools import product
 
 import pytest
 
-if importlib.util.find_spec("triton") is None:
-    pytest.skip("compiling needs Triton: pip install triton", allow_module_level=True)
+triton = pytest.importorskip("triton", reason="compiling needs Triton: pip install triton")
 
-from ptx.occupancy import BUDGETS, CAPABILITIES, Use, ctas, measured, name, variants
-
-from draftwood.plugins.tree_attention.plan import Variant
+from ptx.occupancy import BUDGETS, CAPABILITIES, Use, ctas, measured, name, variants  # noqa: E402
 
 TABLE = json.loads(BUDGETS.read_text(encoding="utf-8"))
 VARIANTS = {name(variant): variant for variant in variants()}
 SAMPLE = [("fp16, heads of 64, 32 rows", 90), ("fp16, heads of 64, 64 rows", 90)]
-
-
-def check(variant: Variant, capability: int) -> None:
-    """Another release of Triton may use fewer or more registers, but must not halve what runs together."""
-    import triton
-
-    budget, found = Use(*TABLE[name(variant)][str(capability)]), measured(variant, capability)
-    if triton.__version__ == TABLE["triton"]:
-        assert found == budget
-    assert found.ctas >= budget.ctas and found.stack <= budget.stack + 64
 
 
 def test_every_variant_has_a_budget_and_runs() -> None:
@@ -39,16 +26,16 @@ def test_every_variant_has_a_budget_and_runs() -> None:
         assert all(Use(*use).ctas >= 1 for use in TABLE[variant].values())
 
 
-@pytest.mark.parametrize(("variant", "capability"), SAMPLE)
-def test_a_sample_keeps_its_budget(variant: str, capability: int) -> None:
-    check(VARIANTS[variant], capability)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("capability", CAPABILITIES)
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_every_variant_keeps_its_budget(variant: str, capability: int) -> None:
-    check(VARIANTS[variant], capability)
+@pytest.mark.parametrize(
+    ("variant", "capability"),
+    [pytest.param(*each, marks=() if each in SAMPLE else pytest.mark.full) for each in product(VARIANTS, CAPABILITIES)],
+)
+def test_a_variant_keeps_its_budget(variant: str, capability: int) -> None:
+    """Another release of Triton may use fewer or more registers, but must not halve what runs together."""
+    budget, found = Use(*TABLE[variant][str(capability)]), measured(VARIANTS[variant], capability)
+    if triton.__version__ == TABLE["triton"]:
+        assert found == budget
+    assert found.ctas >= budget.ctas and found.stack <= budget.stack + 64
 
 
 @pytest.mark.parametrize(

@@ -94,24 +94,6 @@ def test_a_short_text_takes_few_splits_and_one_split_writes_no_partial_results()
     assert plan_launch(replace(LLAMA, capacity=256), 132).split_traffic(100) == 0
 
 
-@pytest.mark.parametrize(
-    ("rows", "multiprocessors", "most"),
-    [(16, 72, 1.21), (64, 72, 1.5), (16, 34, 1.35), (64, 34, 2.0), (16, 142, 1.0), (64, 142, 1.0)],
-)
-def test_splits_that_were_fixed_for_132_multiprocessors_cost_another_gpu_no_more(
-    rows: int, multiprocessors: int, most: float
-) -> None:
-    """docs/internals/gpu.md, a plugin without Python: bytes of a call of up to `rows` rows, over a GPU's own splits."""
-    worst = 0.0
-    for count in (rows,) if rows > 16 else (1, 8, 16):
-        shape = replace(LLAMA, rows=count, columns=count)
-        fixed, own = (plan_launch(shape, number) for number in (132, multiprocessors))
-        for length in range(0, 8192, 16):
-            least = bytes_moved(shape, [length])
-            worst = max(worst, (least + fixed.split_traffic(length)) / (least + own.split_traffic(length)))
-    assert most - 0.01 < worst <= most
-
-
 @given(shapes(), st.integers(1, 400), st.integers(0, 65536))
 def test_partial_results_are_less_than_what_is_read_of_the_cache(
     shape: Shape, multiprocessors: int, length: int

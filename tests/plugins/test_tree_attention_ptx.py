@@ -29,6 +29,14 @@ SAMPLE = {
     "portable, fp32": (PORTABLE, replace(TREE, dtype="fp32", capacity=300, lengths=(100, 3))),
     "portable, bf16, heads of 256": (PORTABLE, replace(TREE, head_dim=256, dtype="bf16", group=1)),
     "portable, heads of 12": (PORTABLE, replace(TREE, head_dim=12, group=3)),
+    "a text without rows, regions in any order": (PORTABLE, replace(TREE, lengths=(100, 0, 77, 130), rows=3, seed=3)),
+    "nothing is committed": (PORTABLE, replace(TREE, lengths=(0, 0))),
+    "a cache that is nearly full": (PORTABLE, replace(TREE, lengths=(595,))),
+    "a full cache": (PORTABLE, replace(TREE, lengths=(599,))),
+    "a mask with columns beyond the cache": (PORTABLE, replace(TREE, overhang=6)),
+    "a prompt in several row blocks": (PORTABLE, Case(1, 2, 100, 0, 160, (0,), 128, "fp16")),
+    "a block that ends among the next text's rows": (PORTABLE, Case(1, 1, 40, 0, 700, (120, 90), 16, "fp32", 1, 1)),
+    "the same in splits": (PORTABLE, Case(1, 1, 40, 0, 700, (120, 90), 16, "fp32", 8, 1)),
     "8.6": (86, replace(TREE, dtype="bf16", head_dim=128)),
     "8.9": (89, replace(TREE, head_dim=80)),
     "9.0": (90, TREE),
@@ -73,14 +81,17 @@ def test_partial_results_are_those_of_the_splits_that_a_text_needs(length: int, 
     np.testing.assert_allclose(answer.output, case.tensors().expected(), rtol=0, atol=TOLERANCES["fp16"])
 
 
-def test_the_sample_has_splits_blocks_and_regions_in_any_order() -> None:
-    def plan(name: str) -> tuple[int, int, int]:
+def test_the_sample_is_what_its_rows_say() -> None:
+    def grid(name: str) -> tuple[int, int, int]:
         _, case = SAMPLE[name]
         return plan_launch(case.tensors().shape(), case.multiprocessors).grid
 
-    assert plan("portable")[2] > 1 and plan("9.0, two warp groups")[0] > 1
-    first_slots = EIGHT.sequences()[:, 1].tolist()
-    assert first_slots != sorted(first_slots) and len(set(EIGHT.sequences()[:, 0].tolist())) < 8
+    assert grid("portable")[2] > 1 and grid("9.0, two warp groups")[0] > 1 and grid("the same in splits")[2] > 1
+    assert grid("a prompt in several row blocks") == (4, 1, 1)
+    assert SAMPLE["the same in splits"][1].sequences()[:, 0].tolist() == [0, 19]
+    for case in (EIGHT, SAMPLE["a text without rows, regions in any order"][1]):
+        first_rows, first_slots, *_ = case.sequences().T.tolist()
+        assert first_slots != sorted(first_slots) and len(set(first_rows)) < len(first_rows)
 
 
 # What large blocks need on 10.0 and the executor does not know: products in tensor memory, and waiting for them.
@@ -89,9 +100,9 @@ TENSOR_MEMORY = {"tcgen05", "elect", "mbarrier"}
 
 def test_what_is_not_executed_on_10_0() -> None:
     """Blocks of 64 rows multiply in tensor memory. Every other instruction of theirs is known."""
-    from ptx.faults import Undefined
     from ptx.grid import decoded
     from ptx.images import attention_image
+    from ptx.parser import Undefined
 
     program = attention_image("tree_attention", Variant(64, 4, "fp16", 64), 100).program
     unknown = set()

@@ -1,14 +1,8 @@
-"""Tree attention cases: tensors of random shapes with NaN in all invisible slots, and functions that run them on the
-CPU."""
+"""Tree attention cases: tensors of random shapes with NaN in all invisible slots."""
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator
-from concurrent.futures import ProcessPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass
-from multiprocessing import get_context
 from typing import NamedTuple
 
 import numpy as np
@@ -20,7 +14,7 @@ from numpy.typing import NDArray
 
 from draftwood.plugins.tree_attention import op
 from draftwood.plugins.tree_attention.operands import Operands, Strides
-from draftwood.plugins.tree_attention.plan import LaunchPlan, Shape, plan_launch
+from draftwood.plugins.tree_attention.plan import LaunchPlan, Shape
 from draftwood.plugins.tree_attention.reference import sequence_of, tree_attention, visible_slots
 
 TYPES = {"fp32": ir.DataType.FLOAT, "fp16": ir.DataType.FLOAT16, "bf16": ir.DataType.BFLOAT16}
@@ -139,39 +133,6 @@ def workspace(layout: LaunchPlan, device: str = "cpu") -> torch.Tensor | None:
     if not layout.workspace_bytes:
         return None
     return torch.full((layout.workspace_bytes // 4,), float("nan"), device=device)
-
-
-def interpreted(case: Case) -> NDArray[np.float32]:
-    """The kernel's output in Triton's interpreter; call it in a worker of `interpreter`."""
-    from interpreter import InterpreterLauncher
-
-    launcher, tensors = InterpreterLauncher(case.multiprocessors), case.tensors()
-    layout = plan_launch(tensors.shape(), launcher.multiprocessors)
-    output, memory = torch.full_like(tensors.query, float("nan")), workspace(layout)
-    launcher.launch(layout, operands(tensors, output, memory), SCALE, stream=0)
-    result: NDArray[np.float32] = output.float().numpy()
-    return result
-
-
-@contextmanager
-def interpreter() -> Iterator[ProcessPoolExecutor]:
-    """A process with Triton's interpreter switched on, which is decided when Triton is imported."""
-    before = os.environ.get("TRITON_INTERPRET")
-    os.environ["TRITON_INTERPRET"] = "1"
-    try:
-        with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
-            pool.submit(int).result()  # started, so that it has inherited the variable
-            restore("TRITON_INTERPRET", before)
-            yield pool
-    finally:
-        restore("TRITON_INTERPRET", before)
-
-
-def restore(name: str, value: str | None) -> None:
-    if value is None:
-        os.environ.pop(name, None)
-    else:
-        os.environ[name] = value
 
 
 def model(precision: str, capacity: int, heads: int, kv_heads: int, head_dim: int) -> onnx.ModelProto:

@@ -18,7 +18,11 @@ from draftwood.runtime.engines.native.engine import NativeKVCache
 from draftwood.runtime.engines.passes import prefill
 
 WIDTHS, CAPACITY = (1, 2, 4, 8, 16, 32), 600
+SHARED_CAPACITY, SHARED_COLUMNS = 256, 192  # of three sequences: regions of 192 slots, shares of 53 columns
 TOLERANCE = 2e-4
+STAND_IN = "onnxruntime on a device"  # caches of its own memory, as on a GPU; the CPU's provider stands for CUDA's
+STATIC = {"static": 1, "static for 3": 3}  # sequences of an engine over the driver in libcuda's place
+SHARED = "static for 3"
 Open = Callable[..., Engine]
 
 BUSHY = Tree((9, 40, 41, 7, 200, 8, 8, 31), (-1, 0, 0, 1, 2, 2, 4, 6))  # its longest path: 0, 2, 4, 6, 7

@@ -30,7 +30,6 @@ FOLDERS = ("builder", "cli", "models", "plugins", "runtime")
 EQUIVALENT = Path(__file__).with_name("mutants_equivalent.json")
 KERNELS = (
     "test_native_kernels",
-    "test_native_rounding",
     "test_native",
     "test_softmax",
     "test_native_edges",

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 from numpy.typing import NDArray
 
 from draftwood.builder.checkpoints.checkpoint import Checkpoint
@@ -27,6 +28,13 @@ PRECISIONS = NAMES
 def kernels(*flags: str) -> Path:
     """The kernels compiled for this processor, or with other flags in place of -march=native; kept in the cache."""
     return cache.kernels((*(flag for flag in FLAGS if not flag.startswith("-march")), *flags) if flags else FLAGS)
+
+
+def no_compiler(patch: pytest.MonkeyPatch) -> None:
+    """A machine without a C compiler."""
+    patch.delenv("CC", raising=False)
+    patch.setattr("draftwood.plugins.native.compile.shutil.which", lambda name: None)
+    patch.setattr("draftwood.plugins.native.compile.importlib.util.find_spec", lambda name: None)
 
 
 def held(folder: Path, precision: str) -> Weights:

@@ -4,6 +4,7 @@ over memory of the stand-in for the driver (`cuda_driver`)."""
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -12,10 +13,12 @@ import onnxruntime
 from cuda_driver.kernels import Kernel, Launched
 from cuda_driver.machine import Machine
 from cuda_driver.memory import DEVICE, Memory, Span, array_at
+from engine_parts import CAPACITY, SHARED_COLUMNS, engine_spec
 
+from draftwood.builder.checkpoints.checkpoint import Checkpoint
+from draftwood.builder.engines.export import export
 from draftwood.models import bindings
 from draftwood.models.errors import EngineError
-from draftwood.runtime.engines.base import EngineSpec
 from draftwood.runtime.engines.static.cuda import MOVE_LIMIT, VECTORS, CudaDevice
 from draftwood.runtime.engines.static.device import CacheGeometry, RowMove, Stream
 from draftwood.runtime.engines.static.engine import StaticEngine
@@ -117,9 +120,19 @@ class OnnxProgram:
         del self._session
 
 
-def static_engine(path: Path, spec: EngineSpec, machine: Machine, columns: int | None = None) -> StaticEngine:
-    """An engine over the compact graph at `path`. columns: of its widest mask, None for as many as a cache."""
-    return StaticEngine(spec, OnnxProgram(path, machine, columns or spec.capacity), CudaDevice())
+def open_static(
+    folder: Path,
+    place: Path,
+    machine: Machine,
+    role: str = bindings.DRAFT,
+    capacity: int = CAPACITY,
+    max_batch: int = 1,
+) -> StaticEngine:
+    """The compact graph of a checkpoint for so many sequences, exported to `place` and opened."""
+    checkpoint, file = Checkpoint(folder), place / f"{role}.onnx"
+    export(checkpoint, role, capacity, file, lambda name: None, form=bindings.COMPACT, max_batch=max_batch)
+    spec = replace(engine_spec(checkpoint, "tensorrt", role, capacity), max_batch=max_batch)
+    return StaticEngine(spec, OnnxProgram(file, machine, SHARED_COLUMNS if max_batch > 1 else capacity), CudaDevice())
 
 
 def mover_image(width: int, capability: str = "") -> bytes:

@@ -24,47 +24,19 @@ from draftwood.runtime.engines.static.cuda import CudaDevice
 from draftwood.runtime.engines.static.device import CacheGeometry, DeviceMemory, Stream
 from draftwood.runtime.engines.static.round import CachePlace, Names, Round, TextPlace
 
-CAPACITY, WORDS = 256, 3
+CAPACITY, WORDS = 320, 3
 REGION = 50  # slots of a text where texts share a cache
-VOCABULARY, COLUMNS = 40, 18  # tokens, and the first of them, which are ranked
+VOCABULARY, COLUMNS = 40, 18  # tokens, and those that a trimmed draft keeps
 GEOMETRY = CacheGeometry(2, 2, CAPACITY, 4 * WORDS, 2 * CAPACITY * 4 * WORDS + 64)
 Context = tuple[int, ...]
 Ranking = tuple[NDArray[np.int64], NDArray[np.float32]]  # tokens and their log-probabilities, best first
 
 
-class Ranker:
-    """columns: how many tokens it ranks. ties: log-probabilities are multiples of a half. other: a draft that mostly
-    ranks this one's best token among its first three; `names`: the tokens of its columns."""
-
-    num_logits = VOCABULARY
-
-    def __init__(
-        self, seed: int, columns: int, ties: bool, other: Ranker | None = None, names: Sequence[int] = ()
-    ) -> None:
-        self.columns, self._seed, self._ties, self._other = columns, seed, ties, other
-        self._names = names or range(VOCABULARY)
-        self.after = cache(self._after)
-
-    def _after(self, context: Context) -> Ranking:
-        rng = np.random.default_rng((self._seed, *context))
-        logprobs = -np.sort(rng.exponential(1.5, self.columns)).astype(np.float32)
-        if self._ties:
-            logprobs = np.ceil(2 * logprobs) / 2
-        if rng.random() < 0.5:
-            logprobs[rng.integers(0, self.columns) :] = -np.inf  # of all of them, now and then
-        ids = rng.choice(COLUMNS, self.columns, replace=False)
-        if self._other is not None and rng.random() < 0.9:
-            ids[0] = self._names[int(self._other.after(context)[0][min(rng.geometric(0.7) - 1, 2)])]
-        return ids, logprobs
-
-    def logits(self, context: Context) -> NDArray[np.float32]:
-        """Nobody reads them at temperature 0."""
-        return np.zeros(self.num_logits, np.float32)
-
-
 class Scorer:
-    """Logits [num_logits] that depend on the context, and their ranking. other: a draft that they are like, to the
-    degree `share`; `names`: the tokens of its columns. step: logits are multiples of it, if it is not 0."""
+    """Logits [num_logits] that depend on the context, and the ranking of the best `columns` of them. other: a draft
+    that they are like, to the degree `share`; `names`: the tokens of its columns. step: logits are multiples of it, if
+    it is not 0. gaps: the last log-probabilities, or all of them, are minus infinity now and then, and others are
+    multiples of the step, too."""
 
     def __init__(
         self,
@@ -75,9 +47,10 @@ class Scorer:
         names: Sequence[int] = (),
         share: float = 0.8,
         step: float = 0.0,
+        gaps: bool = False,
     ) -> None:
         self.num_logits, self.columns, self._seed, self._share = num_logits, columns, seed, share
-        self._step = step
+        self._step, self._gaps = step, gaps
         self._other, self._names = other, list(names) or slice(None)
         self.logits: Callable[[Context], NDArray[np.float32]] = cache(self._logits)
         self.after: Callable[[Context], Ranking] = cache(self._after)
@@ -91,15 +64,21 @@ class Scorer:
         return logits.astype(np.float32)
 
     def _after(self, context: Context) -> Ranking:
-        logits = self.logits(context)
+        logits, rng = self.logits(context), np.random.default_rng((self._seed, 7, *context))
         ids = np.argsort(-logits, kind="stable")[: self.columns]
-        return ids, (logits[ids] - np.log(np.exp(logits.astype(np.float64)).sum())).astype(np.float32)
+        logprobs = (logits[ids] - np.log(np.exp(logits.astype(np.float64)).sum())).astype(np.float32)
+        if self._gaps:
+            if self._step:
+                logprobs = np.ceil(logprobs / np.float32(self._step)) * np.float32(self._step)
+            if rng.random() < 0.5:
+                logprobs[rng.integers(0, self.columns) :] = -np.inf
+        return ids, logprobs
 
 
 class RankingEngine(FakeEngine):
     """The host's engine."""
 
-    def __init__(self, ranker: Ranker | Scorer, vocab_size: int, kept_tokens: tuple[int, ...] = ()) -> None:
+    def __init__(self, ranker: Scorer, vocab_size: int, kept_tokens: tuple[int, ...] = ()) -> None:
         super().__init__(lambda context: np.ones(vocab_size), vocab_size, kept_tokens=kept_tokens)
         self._ranker = ranker
 
@@ -118,7 +97,7 @@ class DeviceCache(NamedTuple):
     """A cache on the device: every row holds a token and its position."""
 
     memory: DeviceMemory
-    ranker: Ranker | Scorer
+    ranker: Scorer
 
     @property
     def rows(self) -> NDArray[np.int32]:
@@ -173,14 +152,12 @@ class DevicePass:
         return True
 
     def _run(self) -> None:
-        views: dict[str, Any] = self._layout.views(array_at(self._memory.address, (self._layout.nbytes,), np.uint8))
+        memory = array_at(self._memory.address, (self._layout.nbytes,), np.uint8)
+        views: dict[str, Any] = self._layout.views(memory)
         (ids,), (positions,), (mask,) = (views[name] for name in ("input_ids", "position_ids", "tree_mask"))
         (start,), sequences = views["write_indices"].tolist(), views["sequences"].tolist()
         assert start <= CAPACITY - len(ids) and mask.max() <= 1
-        field, memory = (
-            self._layout.fields["sequences"],
-            array_at(self._memory.address, (self._layout.nbytes,), np.uint8),
-        )
+        field = self._layout.fields["sequences"]
         gap = memory[field.offset + field.nbytes : self._layout.fields["tree_mask"].offset]
         assert (gap == 1).all(), "something was written behind the texts"
         assert all(fields == [len(ids), 0, 0, 0] for fields in sequences[self._texts :]), "texts without rows"
@@ -206,7 +183,7 @@ def widths(rows: int) -> int:
     return 1 << (rows - 1).bit_length()
 
 
-class JointRounds:
+class DeviceRounds:
     """Rounds of one shape of several texts, which the target has read without their last tokens. A single text's
     speculative rows stand behind it, those of several texts in an area behind all of them; `used` columns of it are
     somebody else's. widest: rows of the target's widest pass, a compiled width."""
@@ -215,8 +192,8 @@ class JointRounds:
         self,
         machine: Machine,
         shape: RoundShape,
-        target: Ranker | Scorer,
-        draft: Ranker | Scorer,
+        target: Scorer,
+        draft: Scorer,
         texts: Sequence[Sequence[int]],
         kept_tokens: Sequence[int] = (),
         sequences: int = 1,
@@ -229,7 +206,7 @@ class JointRounds:
         for each in self.caches:
             for first, text in zip(range(0, CAPACITY, REGION), texts, strict=False):
                 each.write(first, text[:-1], range(len(text) - 1))
-        self.restart_all(texts)
+        self.restart(texts)
         names = self.device.allocate(4 * len(kept_tokens))
         array_at(names.address, (len(kept_tokens),), np.int32)[:] = kept_tokens
         count, group = len(texts), min(len(texts), widest // (shape.size + 1))
@@ -252,21 +229,21 @@ class JointRounds:
         shape = PassShape(width, mask_columns(width, first + width, 99), 1 if last_only else width)
         return DevicePass(self._machine, self.device, self.caches[cache], shape, texts, self._sequences)
 
-    def restart_all(self, texts: Sequence[Sequence[int]]) -> None:
+    def restart(self, texts: Sequence[Sequence[int]]) -> None:
         """Begin anew with the texts of the first round."""
         self._texts = [list(text) for text in texts]
         self._lengths = [len(text) - 1 for text in texts]
         self._read = list(self._lengths)
 
     @property
-    def all_pending(self) -> list[list[int]]:
+    def pending(self) -> list[list[int]]:
         """Of each text the tokens that the draft has not read."""
         return [text[read:] for text, read in zip(self._texts, self._read, strict=True)]
 
-    def run_all(self, draws: RoundDraws | None = None) -> list[RoundOutcome]:
+    def run(self, draws: RoundDraws | None = None) -> list[RoundOutcome]:
         """A round; afterwards both caches hold what it has accepted."""
         places = []
-        for number, pending in enumerate(self.all_pending):
+        for number, pending in enumerate(self.pending):
             length, read, first = self._lengths[number], self._read[number], number * REGION
             areas = (first + length, first + read) if self._area is None else (self._area, self._area)
             places.append(TextPlace(length, pending, (first, areas[0]), (first, areas[1])))
@@ -282,31 +259,3 @@ class JointRounds:
             assert self.caches[0].text(first, length) == text[:-1]
             assert self.caches[1].text(first, read) == text[:read]
         return outcomes
-
-
-class DeviceRounds(JointRounds):
-    """Rounds of a single text."""
-
-    def __init__(
-        self,
-        machine: Machine,
-        shape: RoundShape,
-        target: Ranker | Scorer,
-        draft: Ranker | Scorer,
-        text: Sequence[int],
-        kept_tokens: Sequence[int] = (),
-    ) -> None:
-        super().__init__(machine, shape, target, draft, [text], kept_tokens)
-
-    @property
-    def pending(self) -> list[int]:
-        """The tokens that the draft has not read."""
-        return self.all_pending[0]
-
-    def restart(self, text: Sequence[int]) -> None:
-        """Begin anew with the text of the first round."""
-        self.restart_all([text])
-
-    def run(self, draws: RoundDraws | None = None) -> RoundOutcome:
-        """A round; afterwards both caches hold what it has accepted."""
-        return self.run_all(draws)[0]

@@ -1,6 +1,6 @@
 """The public names of a TensorRT Python package, and those that this project uses.
 
-`python tests/support/tensorrt_names.py tensorrt_bindings > tests/support/tensorrt_11_names.txt` wrote the list
+`python tests/support/tensorrt_names.py tensorrt_bindings > tests/support/tensorrt_11_names.json` wrote the list
 beside this file: names and numbers of parameters of release 11.4.0.106, nothing else. The bindings import where the
 libraries they are linked to can be opened, without a GPU.
 """
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ast
 import importlib
+import json
 import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -34,14 +35,9 @@ def public_names(module: ModuleType) -> Names:
     names: dict[str, dict[str, str]] = {}
 
     def visit(owner: str, holder: Any) -> None:
-        names[owner] = {}
-        for name in sorted(dir(holder)):
-            if name.startswith("_"):
-                continue
-            value = getattr(holder, name)
-            if isinstance(value, ModuleType):
-                continue
-            names[owner][name] = accepted(value)
+        values = {name: getattr(holder, name) for name in sorted(dir(holder)) if not name.startswith("_")}
+        names[owner] = {name: accepted(value) for name, value in values.items() if not isinstance(value, ModuleType)}
+        for name, value in values.items():
             if isinstance(value, type) and owner.count(".") < 2:
                 visit(f"{owner}.{name}".strip("."), value)
 
@@ -78,25 +74,6 @@ def takes(signature: str, parameters: int) -> bool:
     """Whether a call with so many parameters fits; a callable without documented signature takes anything."""
     ranges = [list(map(int, part.split("-"))) for part in signature.split("|") if part]
     return not ranges or any(limits[0] <= parameters <= limits[-1] for limits in ranges)
-
-
-def to_text(names: Names) -> str:
-    """One line per class: its attributes, with parameters in brackets where they are known."""
-    lines = (
-        f"{owner}: {' '.join(name + (f'({count})' if count else '') for name, count in found.items())}"
-        for owner, found in sorted(names.items())
-    )
-    return "\n".join(lines) + "\n"
-
-
-def from_text(text: str) -> Names:
-    """The inverse of `to_text`."""
-    names = {}
-    for line in text.splitlines():
-        owner, _, found = line.partition(": ")
-        items = (item.rstrip(")").partition("(") for item in found.split())
-        names[owner.rstrip(":")] = {name: count for name, _, count in items}
-    return names
 
 
 def uses(file: Path, receivers: Mapping[str, str]) -> Iterator[Use]:
@@ -149,4 +126,4 @@ def missing(found: Sequence[Use], names: Names) -> list[Use]:
 
 
 if __name__ == "__main__":
-    sys.stdout.write(to_text(public_names(importlib.import_module(sys.argv[1]))))
+    json.dump(public_names(importlib.import_module(sys.argv[1])), sys.stdout, indent=1)

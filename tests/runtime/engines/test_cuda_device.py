@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import gc
 import re
-import shutil
 import subprocess
 import sys
 import threading
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,8 +16,10 @@ from onnx_program import moved
 from ptx.images import mover_image
 
 from draftwood.models.errors import EngineError
+from draftwood.plugins.device_round.images import KERNELS, NODE_BLOCK, image
+from draftwood.runtime.engines.layout import Layout
 from draftwood.runtime.engines.static import cuda
-from draftwood.runtime.engines.static.cuda import MOVE_LIMIT, MOVE_ROWS, VECTORS, CudaDevice, compile_mover
+from draftwood.runtime.engines.static.cuda import MOVE_LIMIT, CudaDevice, compile_mover
 from draftwood.runtime.engines.static.device import CacheGeometry, RowMove
 
 pytestmark = pytest.mark.usefixtures("no_faults")
@@ -59,6 +59,21 @@ def test_rows_are_moved(by: str, row_bytes: int, width: int, gpu: Machine, monke
         device.synchronize(stream)
         moved(RowMove(content.ctypes.data, geometry, sources, targets))
         np.testing.assert_array_equal(found, content)
+
+
+def test_threads_that_shared_bytes_would_be_noticed(gpu: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each row is moved by one thread. Here all threads move what the first moves."""
+    text = mover_image(16).text
+    wrong = text.replace("%tid.x", "%ctaid.x")
+    assert wrong != text
+    monkeypatch.setattr(cuda, "compile_mover", lambda width, capability: wrong.encode())
+    device, geometry = CudaDevice(), CacheGeometry(1, 1, 40, 128, 40 * 128)
+    memory, stream = device.allocate(geometry.nbytes), device.new_stream()
+    with gpu.expecting() as faults:
+        device.move_rows(RowMove(memory.address, geometry, np.arange(1, 9), np.arange(8)), stream)
+        with pytest.raises(EngineError):
+            device.synchronize(stream)
+    assert any(each.startswith("Race") for each in faults)
 
 
 def test_memory_is_zeroed_and_given_back_when_nobody_holds_it(device: CudaDevice, gpu: Machine) -> None:
@@ -141,18 +156,6 @@ def test_what_cannot_be_captured_leaves_capture_mode(
     device.synchronize(stream)
 
 
-@pytest.mark.parametrize("width", VECTORS)
-def test_the_kernel_compiles_for_gpus(width: int, tmp_path: Path) -> None:
-    """By nvcc, which is what NVRTC is a library of; no GPU is needed."""
-    if shutil.which("nvcc") is None:
-        pytest.skip("needs nvcc, of the CUDA toolkit")
-    source = tmp_path / "move_rows.cu"
-    source.write_text(MOVE_ROWS)
-    command = ["nvcc", "-cubin", "-arch=sm_90", *cuda.mover_options(width), str(source)]
-    subprocess.run([*command, "-o", str(tmp_path / "move_rows")], check=True, capture_output=True)
-    assert (tmp_path / "move_rows").stat().st_size > 1000
-
-
 def test_nvrtc_compiles_the_kernel_or_says_what_to_install() -> None:
     pytest.importorskip("cuda.bindings.nvrtc")
     try:
@@ -196,3 +199,47 @@ def test_a_machine_without_a_library_is_told_so() -> None:
     if done.returncode == 0:
         pytest.skip("this machine has a GPU")
     assert re.search(r"EngineError: .*(no NVIDIA driver \(libcuda|finds no usable GPU)", done.stderr)
+
+
+@pytest.mark.parametrize("size", [2, 300])
+def test_a_launch_has_the_arguments_of_its_kernel(size: int, gpu: Machine) -> None:
+    """The best nodes of two trees, on a grid of several programs; a module is loaded once."""
+    device, modules = CudaDevice(), len(gpu.handles)
+    stream, programs = device.new_stream(), -(-(size + 1) // NODE_BLOCK)
+    kinds = {"totals": "int32", "values": "float64", "rows": "int32", "row_nodes": "int32"}
+    counts = dict(zip(kinds, (1, 4, 4, size + 1), strict=True))
+    layout = Layout.packed({name: (kind, (2, counts[name])) for name, kind in kinds.items()})
+    memory = device.allocate(layout.nbytes)
+    source, target = device.allocate_pinned(layout.nbytes), device.allocate_pinned(layout.nbytes)
+    arrays, found = layout.views(source), layout.views(target)
+    arrays["totals"][:], arrays["values"][:] = [[4], [3]], [(0.0, -2.0, -1.0, -2.0), (0.0, -1.0, -2.0, 9.0)]
+    arrays["rows"][:], arrays["row_nodes"][:] = 7, 7
+    for _ in range(2):
+        device.upload(memory.address, source, stream)
+        addresses = (memory.address + layout.fields[name].offset for name in kinds)
+        device.launch("unroll", (programs, 2), (*addresses, 0, size, 4), stream)
+        device.download(target, memory.address, stream)
+        device.synchronize(stream)
+        assert found["rows"].tolist() == [[0, 2, 1, -1] if size == 2 else [0, 2, 1, 3], [0, 1, 2, 7]]
+        assert found["row_nodes"][:, :3].tolist() == [[0, 2, 1], [0, 1, 2]]
+        assert set(found["row_nodes"][:, 4:].flatten().tolist()) <= {-1}
+    loaded = image("unroll")
+    for launched in gpu.launches:
+        assert launched[:4] == ("unroll", (programs, 2, 1), (loaded.threads, 1, 1), loaded.shared_bytes)
+        assert [np.frombuffer(value, np.uint64)[0] for value in launched.values[-2:]] == [0, 0], "scratch memory"
+    assert len(gpu.launches) == 2 and len(gpu.handles) == modules + 2, "a module and its function"
+
+
+@pytest.mark.parametrize(("capability", "runs"), [((7, 5), False), ((8, 0), True), ((10, 0), True)])
+def test_devices_that_the_kernels_are_compiled_for(
+    capability: tuple[int, int], runs: bool, gpu: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for attribute, number in zip((75, 76), capability, strict=True):
+        monkeypatch.setitem(gpu.attributes, attribute, number)
+    assert CudaDevice().runs_rounds is runs
+
+
+def test_kernels_are_loaded_when_a_plan_is_opened_and_not_by_the_first_round(gpu: Machine) -> None:
+    device, modules = CudaDevice(), len(gpu.handles)
+    assert device.load_rounds() == len(KERNELS) and len(gpu.handles) == modules + 2 * len(KERNELS)
+    assert device.load_rounds() == len(KERNELS) and len(gpu.handles) == modules + 2 * len(KERNELS)

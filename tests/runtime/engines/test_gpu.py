@@ -1,41 +1,39 @@
-"""What only a GPU can show of the engines; for the kernel see test_tree_attention_gpu.py. `make gpu-check` says more,
-measures, and needs no pytest."""
+"""What only a GPU can show of launches. `make gpu-check` runs these tests, compares numbers and texts, and measures; it
+needs no pytest."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from importlib.util import find_spec
-from pathlib import Path
+import importlib.util
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
-from bundling import DEMO
+from attention import SCALE, TOLERANCES, Case, Tensors, operands, workspace
 from onnx_program import moved
 
-from benchmarks.gpu import engine as gpu_engine
-from benchmarks.gpu.engine import CONFIGS
-from draftwood.models.bindings import DRAFT, TARGET
-from draftwood.runtime import LLM, SamplingParams
+from draftwood.plugins.tree_attention.driver import DriverLauncher, device_attribute
+from draftwood.plugins.tree_attention.library import CAPABILITIES, compile_library
+from draftwood.plugins.tree_attention.plan import plan_launch
 from draftwood.runtime.engines.static.cuda import CudaDevice
 from draftwood.runtime.engines.static.device import CacheGeometry, RowMove
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
-
-
-def test_the_static_engine_computes_what_the_cpu_computes() -> None:
-    gpu_engine.check_parity(("fp32", "fp16", "bf16"))
-
-
-def test_rounds_on_the_device_change_no_token() -> None:
-    gpu_engine.check_greedy(2)
-    gpu_engine.check_shared(2)
+TREE = Case(2, 4, 7, 5, 6000, (2500, 3), 128, "fp16")
+CASES = (
+    TREE,
+    replace(TREE, dtype="bf16"),
+    replace(TREE, dtype="fp32"),
+    replace(TREE, head_dim=64, group=1, rows=64),
+    replace(TREE, head_dim=80, rows=1, earlier=0),
+    replace(TREE, head_dim=96, rows=200, earlier=0, lengths=(0, 1000)),
+)
 
 
 @pytest.fixture
-def device() -> Iterator[CudaDevice]:
+def device() -> CudaDevice:
     pytest.importorskip("cuda.bindings.driver")
-    yield CudaDevice()
+    return CudaDevice()
 
 
 def test_rows_are_moved_on_the_device(device: CudaDevice) -> None:
@@ -55,12 +53,8 @@ def test_rows_are_moved_on_the_device(device: CudaDevice) -> None:
 
 
 def test_copies_are_captured_and_replayed(device: CudaDevice) -> None:
-    stream, memory, source, target = (
-        device.new_stream(),
-        device.allocate(512),
-        device.allocate_pinned(512),
-        device.allocate_pinned(512),
-    )
+    stream, memory = device.new_stream(), device.allocate(512)
+    source, target = (device.allocate_pinned(512) for _ in range(2))
 
     def copies() -> None:
         device.upload(memory.address, source, stream)
@@ -75,38 +69,21 @@ def test_copies_are_captured_and_replayed(device: CudaDevice) -> None:
         assert (target == value).all()
 
 
-@pytest.mark.parametrize(("plugin", "max_batch"), [(True, 1), (False, 1), (True, 4)])
-@pytest.mark.parametrize("backend", ["tensorrt", "tensorrt-rtx"])
-def test_a_bundle_generates_with_tensorrt(
-    backend: str, plugin: bool, max_batch: int, device: CudaDevice, tmp_path: Path
-) -> None:
-    """fp32, so that neither speculation nor company must change a token."""
-    if find_spec(backend.replace("-", "_")) is None:  # not importorskip: load_tensorrt alone may import it
-        pytest.skip(f"needs the package {backend}")
-    from draftwood.builder.options import BuildOptions
-    from draftwood.builder.pipeline import build
-    from draftwood.runtime.engines.compatibility import RTX_COMPUTE_CAPABILITIES
-
-    targets: tuple[str, ...] = ()
-    if backend == "tensorrt-rtx":
-        targets = (device.compute_capability,)
-        if device.compute_capability not in RTX_COMPUTE_CAPABILITIES:
-            pytest.skip(f"TensorRT-RTX does not compile for SM {device.compute_capability}")
-    output = tmp_path / "bundle"
-    options = BuildOptions(
-        DEMO / TARGET,
-        DEMO / DRAFT,
-        output,
-        backend=backend,
-        precision="fp32",
-        max_length=512,
-        compute_capability=targets,
-        plugin=plugin,
-        max_batch=max_batch,
-    )
-    build(options, lambda step: lambda: None)
-    params = SamplingParams(max_tokens=64, temperature=0)
-    with LLM(output, None) as plain, LLM(output, CONFIGS["tree of 15"]) as speculative:
-        expected = [plain.generate(prompt, params)[0].token_ids for prompt in ("def fibonacci(n):\n", "import os\n")]
-        found = speculative.generate(["def fibonacci(n):\n", "import os\n"], params)
-        assert [each.token_ids for each in found] == expected
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton: pip install triton")
+@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("portable", [True, False])
+def test_the_attention_kernel_by_the_driver(case: Case, portable: bool) -> None:
+    """From PTX and from a cubin for this device."""
+    tensors = Tensors(*(tensor.cuda() for tensor in case.tensors()))
+    major, minor = torch.cuda.get_device_capability()
+    if 10 * major + minor not in CAPABILITIES:
+        pytest.skip(f"no kernel is compiled for compute capability {major}.{minor}")
+    capabilities = () if portable else (10 * major + minor,)
+    library = compile_library(case.head_dim, case.group, case.dtype, case.rows, capabilities)
+    layout = plan_launch(tensors.shape(), device_attribute("MULTIPROCESSOR_COUNT"))
+    output, memory = torch.full_like(tensors.query, float("nan")), workspace(layout, "cuda")
+    stream = torch.cuda.current_stream().cuda_stream
+    DriverLauncher(library).launch(layout, operands(tensors, output, memory), SCALE, stream)
+    torch.cuda.synchronize()
+    expected = case.tensors().expected()
+    np.testing.assert_allclose(output.float().cpu().numpy(), expected, rtol=0, atol=TOLERANCES[case.dtype])

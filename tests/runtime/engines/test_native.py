@@ -1,46 +1,43 @@
-"""The native engine: the same bits for a row wherever it is scored. `test_engines.py` holds it to the contract."""
+"""The native engine: the same bits for a row wherever it is scored, in every precision of weights and of the cache.
+`test_engines.py` holds it to the contract."""
 
 from __future__ import annotations
 
-import json
-import os
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from bundling import DEMO
-from checkpoints import SHAPES, VOCAB_SIZE, trained_head, write_checkpoint
-from engine_parts import contents
+from checkpoints import SHAPES, VOCAB_SIZE, edit_weights, trained_head, write_checkpoint
+from engine_parts import BUSHY, contents, filled, random_text, score
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from lowbit import assert_a_tree_changes_no_bit, greedy_texts, one_by_one
 from native_parts import PRECISIONS, held, open_native, spec_of
+from numpy.typing import NDArray
 from trees import Tree, trees
 
 from benchmarks.tools.torch_engine import TorchEngine
-from draftwood.builder.checkpoints.checkpoint import Checkpoint
 from draftwood.builder.options import BuildOptions
 from draftwood.builder.parity import largest_difference, rows_of
-from draftwood.builder.pipeline import build, precision_for
-from draftwood.builder.quantization.formats import rounding_kernels
+from draftwood.builder.pipeline import build
 from draftwood.builder.reference import score_rows
-from draftwood.models.bindings import DRAFT, LOW_BIT, TARGET, output_names
-from draftwood.models.errors import ConfigError, EngineError
+from draftwood.models.bindings import LOW_BIT, output_names
 from draftwood.models.head_config import HeadConfig
-from draftwood.plugins.native.cache import CACHE
 from draftwood.plugins.native.packing import PAIR_BLOCK
 from draftwood.runtime import SpeculativeConfig
-from draftwood.runtime.bundle.bundle import EngineBundle
-from draftwood.runtime.engines.backends import NATIVE, bits_of_weight
-from draftwood.runtime.engines.base import Engine
-from draftwood.runtime.engines.native.engine import NativeEngine
-from draftwood.runtime.engines.native.weights import check_weights
+from draftwood.runtime.engines.backends import NATIVE, bits_of_weight, slot_bytes
+from draftwood.runtime.engines.base import Pass, TokenBatch
+from draftwood.runtime.engines.native.engine import NativeEngine, NativeKVCache
 from draftwood.runtime.engines.passes import causal_batch, prefill
+from draftwood.runtime.engines.shared.pool import PooledEngine
+from draftwood.runtime.engines.shared.sequence import PANEL
 
 WIDTHS = (1, 2, 4, 8, 16, 32, 64)
+LONG = 560  # tokens: two parts of 256 slots and more, which attention computes apart
+TEXT = random_text(LONG)
 MODELS = ("gqa", "mha", "mqa", "demo target")  # of the bits; what every shape computes is compared with torch
 # Odd head sizes leave a matrix whose inputs are no multiple of a block: those are refused (test_quantize.py).
 KINDS = [(model, kind) for model in SHAPES for kind in PRECISIONS if not (kind in LOW_BIT and "head_dim" in model)]
@@ -65,7 +62,7 @@ COMBINATIONS += [
 
 
 @pytest.fixture(scope="module", params=COMBINATIONS, ids=str)
-def engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Engine:
+def engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> NativeEngine:
     model, precision, cache = request.param
     return opened(model, precision, tmp_path_factory.mktemp("native"), cache=cache)
 
@@ -73,30 +70,41 @@ def engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 @few
 @given(tree=trees(), prefix=prefixes, data=st.data())
 def test_a_row_has_the_same_bits_alone_and_in_a_tree(
-    tree: Tree, prefix: list[int], data: st.DataObject, engine: Engine
+    tree: Tree, prefix: list[int], data: st.DataObject, engine: NativeEngine
 ) -> None:
     assert_a_tree_changes_no_bit(engine, prefix, tree, data)
 
 
+def passes_of(engine: NativeEngine, chunk: int) -> list[NDArray[np.float32]]:
+    """A text that outgrows the first buffer, a tree whose rows see different slots, and rows one by one."""
+    cache = engine.new_cache()
+    for start in range(0, LONG, chunk):
+        prefill(engine, cache, TEXT[start : start + chunk])
+    results = [contents(cache), score(engine, BUSHY.batch(engine.spec, LONG), cache)]
+    cache.commit([0, 2, 4])
+    for token in (5, 6):
+        results.append(score(engine, causal_batch(engine.spec, [token], cache.length), cache))
+        cache.commit([0])
+    return [*results, contents(cache)]
+
+
 @pytest.mark.parametrize("cache", NATIVE.caches)
-def test_capacity_chunks_and_threads_change_no_bit(cache: str, tmp_path: Path) -> None:
-    """A text that outgrows the first buffer, prefilled in passes of 64 rows, or a few tokens at a time by one."""
-    text = [int(token) for token in np.random.default_rng(0).integers(0, VOCAB_SIZE, 300)]
-    for name in ("many", "one"):
-        (tmp_path / name).mkdir()
-    many, one = (
-        opened("demo target", "int4", tmp_path / name, threads, cache) for name, threads in (("many", 2), ("one", 1))
-    )
-    first, second = many.new_cache(), one.new_cache()
-    prefill(many, first, text)
-    for start in range(0, 300, 7):
-        prefill(one, second, text[start : start + 7])
-    assert first.capacity == 512
-    np.testing.assert_array_equal(contents(first), contents(second))
-    first.truncate(100)
-    first.shrink(100)
-    assert first.capacity == 256
-    np.testing.assert_array_equal(contents(first), contents(second)[:, :, :, :100])
+@pytest.mark.parametrize(("model", "precision"), [("mqa", "fp32"), ("head_dim 12", "fp32"), ("demo target", "int4")])
+def test_threads_chunks_and_capacity_change_no_bit(model: str, precision: str, cache: str, tmp_path: Path) -> None:
+    """One thread computes a unit of attention at once, and several threads the parts of one."""
+    engine = opened(model, precision, tmp_path, 1, cache)
+    expected = passes_of(engine, LONG)
+    for threads, chunk in ((1, 7), (2, LONG), (3, 64), (8, LONG), (70, 100)):
+        several = NativeEngine(tmp_path / "target.weights", engine.spec, threads)
+        for found, alone in zip(passes_of(several, chunk), expected, strict=True):
+            np.testing.assert_array_equal(found, alone)
+        several.close()
+    held = filled(engine, TEXT)
+    assert held.capacity == 1024
+    held.truncate(100)
+    held.shrink(100)
+    assert held.capacity == 256
+    np.testing.assert_array_equal(contents(held), expected[0][:, :, :, :100])
 
 
 @pytest.mark.parametrize(("model", "precision"), KINDS)
@@ -106,9 +114,8 @@ def test_every_shape_computes_what_torch_computes(model: str, precision: str, tm
     spec = spec_of(weights, "target", precision, WIDTHS, 256)
     engine = open_native(weights, spec, tmp_path)
     reference = score_rows(weights.tensor, weights.config, rows_of(spec))
-    rounding, most = {"int8": ("int8", 0.1), "int4": ("int4", 0.1), "bf16": ("bf16", 0.03)}.get(
-        precision, ("fp32", 1e-5)
-    )
+    limits = {"int8": ("int8", 0.1), "int4": ("int4", 0.1), "bf16": ("bf16", 0.03)}
+    rounding, most = limits.get(precision, ("fp32", 1e-5))
     assert largest_difference(engine, reference, rounding) < most
 
 
@@ -116,68 +123,15 @@ def test_every_shape_computes_what_torch_computes(model: str, precision: str, tm
 def test_bits_of_a_weight_are_those_of_the_file(precision: str, tmp_path: Path) -> None:
     """Whose matrices have whole panels; int8 fills the inner size up, bf16 the inputs of its last matrix."""
     engine = opened("demo target", precision, tmp_path)
-    matrices = [name for name in engine._weights if name.endswith(".weights")]
-    stored = sum(engine._weights[name].nbytes for name in matrices)
-    stored += sum(array.nbytes for name, array in engine._weights.items() if name.endswith(".scales"))
-    inner = engine.spec.model.intermediate_size
-    hidden, layers = engine.spec.model.hidden_size, engine.spec.model.num_layers
-    query, key = engine.spec.model.query_size, engine.spec.model.kv_size
+    parts = [array.nbytes for name, array in engine._weights.items() if name.endswith((".weights", ".scales"))]
+    model = engine.spec.model
+    inner, hidden = model.intermediate_size, model.hidden_size
     last = -(-inner // PAIR_BLOCK) * PAIR_BLOCK if precision == "bf16" else inner
-    weights = layers * hidden * (2 * query + 2 * key + 2 * inner + last) + hidden * engine.spec.model.vocab_size
-    projection = hidden * engine.spec.model.vocab_size / weights  # its share
+    of_layer = hidden * (2 * model.query_size + 2 * model.kv_size + 2 * inner + last)
+    weights = model.num_layers * of_layer + hidden * model.vocab_size
+    projection = hidden * model.vocab_size / weights  # its share
     expected = {"fp32": 32, "fp16": 16, "bf16": 16, "int8": 8.5, "int4": 5 + 3.5 * projection}[precision]
-    assert bits_of_weight(engine.spec) == pytest.approx(8 * stored / weights) == pytest.approx(expected)
-
-
-@pytest.mark.parametrize("precision", PRECISIONS)
-def test_speculative_text_is_plain_text_and_the_bundle_says_how(precision: str, tmp_path: Path) -> None:
-    folders = (DEMO / "target", DEMO / "draft", tmp_path / "bundle")
-    options = BuildOptions(*folders, "native", precision, cache_precision="fp32")  # others: test_native_cache_formats
-    manifest = build(options, lambda step: lambda: None).manifest
-    target, draft = manifest.engines["target"], manifest.engines["draft"]
-    assert (target.backend, target.precision) == ("native", precision)
-    assert (draft.backend, draft.precision) == ("native", "int8")
-    assert target.widths == (*range(1, 17), 24, 32, 48, 64)
-    assert {"target.weights", "draft.weights"} < manifest.files.keys()
-    assert not [name for name in manifest.files if name.endswith(".so")], "a bundle holds no executable code"
-    assert manifest.parity["target"] < {"bf16": 0.01, "int8": 0.05, "int4": 0.05}.get(precision, 1e-5)
-    prompts = ["def fibonacci(n):\n", "import os\n\n", "class Stack:\n    "]
-    plain = greedy_texts(options.output, None, prompts, 100)
-    for config in (
-        SpeculativeConfig("chain", max_draft_len=4, budget="fixed"),
-        SpeculativeConfig("topk", max_total_draft_tokens=15, max_draft_len=6, budget="fixed"),
-        SpeculativeConfig(),
-    ):
-        assert greedy_texts(options.output, config, prompts, 100) == plain
-
-
-def test_a_native_draft_has_8_bits_unless_told_otherwise_or_its_sizes_forbid(tmp_path: Path) -> None:
-    odd = Checkpoint(write_checkpoint(tmp_path / "checkpoint", "head_dim 6"))
-    options = BuildOptions(DEMO / "target", DEMO / "draft", tmp_path / "bundle", "native", "bf16")
-    chosen = {name: replace(options, draft_precision=name) for name in ("fp32", "int8")}
-    for checkpoint, default in ((Checkpoint(DEMO / "draft"), "int8"), (odd, "fp32")):
-        assert precision_for(DRAFT, checkpoint, options) == default
-        assert precision_for(TARGET, checkpoint, options) == "bf16"
-        assert all(precision_for(DRAFT, checkpoint, told) == name for name, told in chosen.items())
-
-
-def test_the_draft_ranks_and_its_head_speaks(tmp_path: Path) -> None:
-    """As in ONNX Runtime, from the same checkpoint and head."""
-    outputs = []
-    for backend in ("native", "onnxruntime"):
-        folders = (DEMO / "target", DEMO / "draft", tmp_path / backend)
-        options = BuildOptions(*folders, backend, acceptance_head=DEMO / "head", draft_precision="fp32")
-        build(options, lambda step: lambda: None)
-        engine = EngineBundle.open(tmp_path / backend).open_engine("draft")
-        outputs.append(
-            engine.score(Tree((5, 6, 7), (-1, 0, 1)).batch(engine.spec, 0), engine.new_cache()).rows(range(3))
-        )
-    native, reference = outputs
-    for found, expected in zip(native[:4], reference[:4], strict=True):
-        assert found is not None and expected is not None
-        np.testing.assert_allclose(found, expected, atol=1e-4)
-    assert native.top_ids is not None
-    np.testing.assert_array_equal(native.top_ids[:, 0], native.logits.argmax(-1))
+    assert bits_of_weight(engine.spec) == pytest.approx(8 * sum(parts) / weights) == pytest.approx(expected)
 
 
 @pytest.mark.parametrize(("layers", "tied"), [(0, False), (1, True), (2, False), (3, True)])
@@ -187,8 +141,7 @@ def test_every_head_says_what_torch_says_and_the_same_in_any_company(
 ) -> None:
     weights = held(write_checkpoint(tmp_path / "checkpoint", model), "fp32")
     head = trained_head(HeadConfig(weights.config.hidden_size, layers, tied), layers)
-    spec = spec_of(weights, "draft", "fp32", WIDTHS, 256)
-    spec = replace(spec, outputs=output_names("draft", True))
+    spec = replace(spec_of(weights, "draft", "fp32", WIDTHS, 256), outputs=output_names("draft", True))
     engine = open_native(weights, spec, tmp_path, head=head)
     tree = Tree(tuple(range(2, 21)), tuple(range(-1, 18)))
     together = engine.score(tree.batch(spec, 0), engine.new_cache()).acceptance
@@ -203,147 +156,136 @@ def test_every_head_says_what_torch_says_and_the_same_in_any_company(
         cache.commit([0])
 
 
-def test_tokens_and_positions_out_of_range_are_refused(tmp_path: Path) -> None:
-    """Before the kernels would read beyond their tables."""
-    engine = opened("gqa", "fp32", tmp_path)
-    batch = causal_batch(engine.spec, [1, 2], 0)
-    for wrong, message in (
-        (replace(batch, token_ids=np.array([1, VOCAB_SIZE])), "outside the vocabulary"),
-        (replace(batch, token_ids=np.array([-1, 1])), "outside the vocabulary"),
-        (replace(batch, position_ids=np.array([0, 4096])), "beyond the engine's rotary table"),
-        (replace(batch, position_ids=np.array([-1, 0])), "beyond the engine's rotary table"),
-        (replace(batch, output_rows=np.array([2])), "a row is scored that the pass does not have"),
+def test_what_is_stored_is_what_was_computed_rounded_and_logits_stay_close(tmp_path: Path) -> None:
+    """The keys and values of the first layer, which no attention has changed yet."""
+    stored, logits = {}, {}
+    for cache in NATIVE.caches:
+        engine = opened("head_dim 6", "fp32", tmp_path / cache, cache=cache)
+        text = filled(engine, TEXT[:300])
+        stored[cache] = contents(text)[:2]
+        logits[cache] = score(engine, BUSHY.batch(engine.spec, 300), text)
+    exact = stored["fp32"]
+    np.testing.assert_array_equal(stored["fp16"], exact.astype(np.float16).astype(np.float32))
+    step = np.abs(exact).max(-1, keepdims=True) / 127
+    assert np.all(np.abs(stored["int8"] - exact) <= 0.5001 * step) and np.any(stored["int8"] != exact)
+    size = np.abs(logits["fp32"]).max()
+    differences = {cache: np.abs(found - logits["fp32"]).max() / size for cache, found in logits.items()}
+    assert 0 < differences["fp16"] < 1e-3 and differences["fp16"] < differences["int8"] < 3e-2
+
+
+@pytest.mark.parametrize("cache", NATIVE.caches)
+def test_what_is_no_number_stays_with_the_row_that_has_it(cache: str, tmp_path: Path) -> None:
+    """A value in the cache that is no number, times a weight of 0, would reach every row that reads its panel."""
+    folder = write_checkpoint(tmp_path / "checkpoint", "gqa")
+
+    def overflow(tensors: dict[str, torch.Tensor]) -> None:
+        embedding = tensors["model.embed_tokens.weight"]
+        embedding[:, 0], embedding[7, 0] = 0, 9
+        for name in ("k_proj", "v_proj"):
+            tensors[f"model.layers.0.self_attn.{name}.weight"][:, 0] = 3e38  # which only token 7 has a number for
+
+    edit_weights(folder, overflow)
+    weights = held(folder, "fp32")
+    spec = replace(spec_of(weights, "target", "fp32", WIDTHS, 1024), cache_precision=cache)
+    engine = open_native(weights, spec, tmp_path, 2)
+
+    def scored(token: int) -> NDArray[np.float32]:
+        """Each row attends to itself only."""
+        batch = TokenBatch.pad([1, token, 2, 3], [0, 0, 0, 0], np.eye(4, dtype=np.bool_), 4)
+        return score(engine, batch, engine.new_cache())
+
+    whole, damaged = scored(1), scored(7)
+    assert np.isfinite(whole).all() and not np.array_equal(damaged[1], whole[1])
+    np.testing.assert_array_equal(damaged[[0, 2, 3]], whole[[0, 2, 3]])
+
+
+def poison(storage: NativeKVCache, own: set[int]) -> None:
+    """Make every panel but these one of numbers that no product survives, even times nothing."""
+    panels = np.array([panel for panel in range(storage.keys.shape[2]) if panel not in own])
+    slots = (panels[:, None] * PANEL + np.arange(PANEL)).ravel()
+    if storage.scales is None:
+        storage.keys[:, :, panels] = np.nan
+        storage.values[:, :, :, slots] = np.nan
+    else:
+        storage.scales[..., slots] = np.nan
+
+
+@pytest.mark.parametrize("cache", NATIVE.caches)
+def test_in_a_pool_no_neighbour_changes_a_bit_and_none_is_read(cache: str, tmp_path: Path) -> None:
+    """Texts whose rows lie between each other's, in shared passes and moved together, as each alone: so a row costs
+    what it costs alone. And bit for bit what it was behind rows that were moved together."""
+    engine = opened("gqa", "int8", tmp_path, cache=cache)
+    texts = [random_text(60, seed) for seed in (1, 2, 3)]
+    alone = [one_by_one(engine, text, [5, 6])[-1].logits for text in texts]
+    pool = PooledEngine(engine, 1200)
+    caches = [pool.new_cache() for _ in texts]
+    for start in range(0, 60, 6):
+        batches = [causal_batch(pool.spec, text[start : start + 6], start) for text in texts]
+        pool.forward([Pass(pool, batch, each) for batch, each in zip(batches, caches, strict=True)])
+        for each in caches:
+            each.commit(range(6))
+    storage = pool._storage
+    assert isinstance(storage, NativeKVCache)
+    for each, expected in zip(caches, alone, strict=True):
+        arrays = [array for array in (storage.keys, storage.values, storage.scales) if array is not None]
+        kept = [array.copy() for array in arrays]
+        poison(storage, {*(each.slots // PANEL).tolist(), *range(storage.speculative // PANEL, 75)})
+        np.testing.assert_array_equal(score(pool, causal_batch(pool.spec, [5, 6], 60), each)[0], expected)
+        each.truncate(60)
+        for array, content in zip(arrays, kept, strict=True):
+            array[:] = content
+    caches[0].truncate(10)  # its other rows are garbage now, and a compaction moves the others' together
+    live = pool._find_live()
+    pool._compact(live)
+    assert max(each.slots.max() for each in caches) == live.sum() - 1
+    assert all(np.all(np.diff(each.slots) == 1) for each in caches), "each sequence's rows lie together"
+    for each, expected in zip(caches[1:], alone[1:], strict=True):
+        last = prefill(pool, each, [5, 6])
+        assert last is not None
+        np.testing.assert_array_equal(last.logits[0], expected)
+
+
+@pytest.mark.parametrize("cache", NATIVE.caches)
+@pytest.mark.parametrize("model", SHAPES)
+def test_the_bytes_of_a_slot_are_those_of_the_arrays(model: str, cache: str, tmp_path: Path) -> None:
+    engine = opened(model, "fp32", tmp_path, cache=cache)
+    held = engine.new_cache()
+    scales = 0 if held.scales is None else held.scales.nbytes
+    assert held.capacity * slot_bytes(engine.spec) == held.keys.nbytes + held.values.nbytes + scales
+
+
+@pytest.mark.parametrize(
+    ("precision", "cache", "parity"),
+    [
+        ("fp32", "fp32", 1e-5),
+        ("fp16", "fp32", 1e-5),
+        ("bf16", None, 0.01),  # fp16 by default: test_native_refusals.py
+        ("bf16", "int8", 0.02),
+        ("int8", "fp16", 0.05),
+        ("int4", "fp32", 0.05),
+    ],
+)
+def test_a_bundle_records_its_formats_and_its_speculative_text_is_plain_text(
+    precision: str, cache: str | None, parity: float, tmp_path: Path
+) -> None:
+    """Every format has its own plain text, and keeps it."""
+    folders = (DEMO / "target", DEMO / "draft", tmp_path / "bundle")
+    manifest = build(
+        BuildOptions(*folders, "native", precision, cache_precision=cache), lambda step: lambda: None
+    ).manifest
+    target, draft = manifest.engines["target"], manifest.engines["draft"]
+    assert (target.backend, target.precision, draft.backend, draft.precision) == ("native", precision, "native", "int8")
+    written = "" if cache == "fp32" else cache or "fp16"  # as activations: older releases read such a bundle
+    assert target.cache_precision == draft.cache_precision == written
+    assert target.widths == (*range(1, 17), 24, 32, 48, 64)
+    assert {"target.weights", "draft.weights"} < manifest.files.keys()
+    assert not [name for name in manifest.files if name.endswith(".so")], "a bundle holds no executable code"
+    assert manifest.parity["target"] < parity
+    prompts = ["def fibonacci(n):\n", "import os\n\n", "class Stack:\n    "]
+    plain = greedy_texts(folders[2], None, prompts, 80)
+    for config in (
+        SpeculativeConfig("chain", max_draft_len=4, budget="fixed"),
+        SpeculativeConfig("topk", max_total_draft_tokens=15, max_draft_len=6, budget="fixed"),
+        SpeculativeConfig(),
     ):
-        with pytest.raises(EngineError, match=message):
-            engine.score(wrong, engine.new_cache())
-    with pytest.raises(EngineError, match="do not fit a mask"):
-        engine.score(replace(batch, num_tokens=3), engine.new_cache())
-    engine.close()
-    engine.close()
-    with pytest.raises(EngineError, match="was closed"):
-        engine.score(batch, engine.new_cache())
-    with pytest.raises(EngineError, match="threads must be 0"):
-        NativeEngine(tmp_path / "target.weights", engine.spec, -1)
-
-
-Header = dict[str, Any]
-
-
-def rewrite(file: Path, change: Callable[[Header], object], content: bytes | None = None) -> None:
-    """Edit the header of a file of weights; the tensors stay."""
-    content = file.read_bytes() if content is None else content
-    end = 8 + int.from_bytes(content[:8], "little")
-    header = json.loads(content[8:end])
-    change(header)
-    text = json.dumps(header).encode()
-    text += b" " * (-(8 + len(text)) % 64)
-    file.write_bytes(len(text).to_bytes(8, "little") + text + content[end:])
-
-
-def size_of(entry: Header) -> int:
-    start, end = entry["data_offsets"]
-    return int(end - start)
-
-
-def test_damaged_weights_are_refused(tmp_path: Path) -> None:
-    engine = opened("gqa", "int4", tmp_path)
-    file = tmp_path / "target.weights"
-    content = file.read_bytes()
-    first: Callable[[Header], Header] = lambda header: header["cosine"]  # noqa: E731
-    changes: list[tuple[Callable[[Header], object], str]] = [
-        (lambda h: (h.pop("layers.0.qkv.scales"), h.pop("norm")), "lacks the tensor '(norm|layers.0.qkv.scales)'"),
-        (lambda h: h.update(more=h["norm"]), "lies in another one"),
-        (lambda h: h.update(more={"dtype": "U8", "shape": [0], "data_offsets": [0, 0]}), "holds a tensor 'more'"),
-        (lambda h: h["norm"].update(dtype="U8"), "'norm' has other bytes"),
-        (lambda h: h["norm"].update(dtype="F64"), "'norm' is not described"),
-        (lambda h: h["norm"].update(shape=[4, h["norm"]["shape"][0] // 4]), r"tensor 'norm' is F32 \[4, "),
-        (lambda h: first(h).update(shape=list(reversed(first(h)["shape"]))), "where the manifest says F32"),
-        (lambda h: h["norm"].update(dtype=["F32"]), "'norm' is not described"),
-        (lambda h: h["norm"].update(shape=[-1]), "not described"),
-        (lambda h: h["norm"].update(shape=[True]), "not described"),
-        (lambda h: h["norm"].update(shape="long"), "not described"),
-        (lambda h: h["norm"].update(shape=[1 << 70]), "not described"),
-        (lambda h: h["norm"].update(shape=[*h["norm"]["shape"], *[1] * 8]), "not described"),
-        (lambda h: h["norm"].update(data_offsets=[1, 2, 3]), "other bytes"),
-        (lambda h: h["norm"].update(data_offsets=[-64, 0]), "not described"),
-        (lambda h: h.update(norm=None), "not described"),
-        (lambda h: first(h).update(data_offsets=[at + 4 for at in first(h)["data_offsets"]]), "lies in another one"),
-        (
-            lambda h: h["embedding"].update(data_offsets=[at + (1 << 40) for at in h["embedding"]["data_offsets"]]),
-            "cut",
-        ),
-        (lambda h: h.pop("__metadata__"), "layout None instead of '3'"),
-        (lambda h: h.update(__metadata__=[1]), "layout None"),
-        (lambda h: h["__metadata__"].update(draftwood_layout="9"), "layout '9'"),
-    ]
-    for change, named in changes:
-        rewrite(file, change, content)
-        with pytest.raises(EngineError, match=f"{named}.*: rebuild the bundle"):
-            NativeEngine(file, engine.spec)
-        with pytest.raises(EngineError, match=f"{named}.*: rebuild the bundle"):
-            check_weights(file, engine.spec)
-    deep = b"[" * 100_000 + b" " * 24
-    for damaged in (b"", content[:5000], b"\xff" * 64, (56).to_bytes(8, "little") + b"[]".ljust(56), content[:-64]):
-        file.write_bytes(damaged)
-        with pytest.raises(EngineError, match="rebuild the bundle"):
-            NativeEngine(file, engine.spec)
-    file.write_bytes(len(deep).to_bytes(8, "little") + deep)
-    with pytest.raises(EngineError, match="rebuild the bundle"):
-        NativeEngine(file, engine.spec)
-
-
-def test_bf16_of_a_release_that_did_not_round_rows_is_refused(tmp_path: Path) -> None:
-    engine = opened("gqa", "bf16", tmp_path)
-    file = tmp_path / "target.weights"
-    rewrite(file, lambda h: h["__metadata__"].update(draftwood_layout="2"), file.read_bytes())
-    for read in (NativeEngine, check_weights):
-        with pytest.raises(
-            EngineError, match=r"packed by another release, in layout '2' instead of '3'.*: rebuild the"
-        ):
-            read(file, engine.spec)
-
-
-def test_a_spec_that_is_not_the_weights_is_refused(tmp_path: Path) -> None:
-    """Whatever number of a model is changed, no kernel sees it: the embedding alone reads as far as a vocabulary."""
-    engine = opened("gqa", "int8", tmp_path)
-    model, file = engine.spec.model, tmp_path / "target.weights"
-    sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads", "head_dim")
-    for name in sizes:
-        # A feed-forward size below a block is filled up to one: nothing is read that is not there.
-        for value in (2 * getattr(model, name), 10_000, *([] if name == "intermediate_size" else [1])):
-            with pytest.raises(EngineError, match="rebuild the bundle"):
-                NativeEngine(file, replace(engine.spec, model=replace(model, **{name: value})))
-    for changed in (
-        {"capacity": 2 * engine.spec.capacity},
-        {"precision": "fp32"},
-        {"precision": "int4"},
-        {"outputs": output_names("draft", True)},
-    ):
-        with pytest.raises(EngineError, match="rebuild the bundle"):
-            NativeEngine(file, replace(engine.spec, **changed))
-
-
-def test_a_private_engine_survives_its_file(tmp_path: Path) -> None:
-    """The embedding is mapped otherwise: what is written over it is read, and what is cut off ends the process."""
-    mapped, file = opened("gqa", "fp32", tmp_path), tmp_path / "target.weights"
-    private = NativeEngine(file, mapped.spec, private=True)
-    before = one_by_one(private, [1, 2, 3], [4])[-1].logits.copy()
-    content = bytearray(file.read_bytes())
-    content[-VOCAB_SIZE * 4 * mapped.spec.model.hidden_size :] = bytes(VOCAB_SIZE * 4 * mapped.spec.model.hidden_size)
-    with file.open("r+b") as handle:
-        handle.write(content)
-    np.testing.assert_array_equal(one_by_one(private, [1, 2, 3], [4])[-1].logits, before)
-    assert not np.array_equal(one_by_one(mapped, [1, 2, 3], [4])[-1].logits, before)
-    os.truncate(file, 100)
-    np.testing.assert_array_equal(one_by_one(private, [1, 2, 3], [4])[-1].logits, before)
-
-
-def test_without_a_compiler_and_kernels_nothing_is_built(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv(CACHE, str(tmp_path / "cache"))
-    monkeypatch.setattr("draftwood.plugins.native.compile.shutil.which", lambda name: None)
-    monkeypatch.setattr("draftwood.plugins.native.compile.importlib.util.find_spec", lambda name: None)
-    monkeypatch.delenv("CC", raising=False)
-    with pytest.raises(ConfigError, match="finds no C compiler"):
-        BuildOptions(DEMO / "target", DEMO / "draft", tmp_path, "native")
-    with pytest.raises(ConfigError, match="finds no C compiler"):
-        rounding_kernels()
+        assert greedy_texts(folders[2], config, prompts, 80) == plain

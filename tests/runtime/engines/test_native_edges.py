@@ -32,28 +32,19 @@ def opened(folder: Path, role: str, march: str, capacity: int = 256) -> NativeEn
         return open_native(weights, spec_of(weights, role, "fp32", (1, 4, 16), capacity), folder, 2)
 
 
-@pytest.mark.parametrize("march", PROCESSORS)
-def test_of_equal_logits_the_first_is_ranked_first(march: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("march", "rows"), [*((march, 3) for march in PROCESSORS), (PROCESSORS[0], 1)])
+def test_of_equal_logits_the_first_is_ranked_first(march: str, rows: int, tmp_path: Path) -> None:
     """As argmax does: greedy decoding must not depend on who looks for the best token. Copies of a few rows of the
     projection have logits that are equal bit for bit."""
     folder = write_checkpoint(tmp_path, "mha")
-    copied = np.random.default_rng(0).integers(0, 3, VOCAB_SIZE)
+    copied = np.random.default_rng(0).integers(0, rows, VOCAB_SIZE)
     edit_weights(folder, lambda tensors: tensors.update({"lm_head.weight": tensors["lm_head.weight"][copied].clone()}))
-    assert_ranked_like_a_stable_sort(opened(folder, DRAFT, march))
-
-
-def test_all_logits_equal(tmp_path: Path) -> None:
-    folder = write_checkpoint(tmp_path, "mha")
-    edit_weights(folder, lambda tensors: tensors["lm_head.weight"].zero_())
-    assert_ranked_like_a_stable_sort(opened(folder, DRAFT, PROCESSORS[0]))
-
-
-def assert_ranked_like_a_stable_sort(engine: NativeEngine) -> None:
+    engine = opened(folder, DRAFT, march)
     output = engine.score(causal_batch(engine.spec, [5, 9, 200, 7], 0), engine.new_cache())
     assert output.top_ids is not None and output.top_logprobs is not None
     for logits, ids, logprobs in zip(output.logits, output.top_ids, output.top_logprobs, strict=True):
         expected = np.argsort(-logits, kind="stable")[: len(ids)]
-        assert len(np.unique(logits)) <= 3, "logits are tied"
+        assert len(np.unique(logits)) <= rows, "logits are tied"
         assert ids.tolist() == expected.tolist()
         wide = logits.astype(np.float64)
         normalizer = wide.max() + np.log(np.exp(wide - wide.max()).sum())

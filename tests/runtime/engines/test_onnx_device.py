@@ -4,7 +4,7 @@ host when the array is bound as an input, never again."""
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +14,6 @@ import numpy as np
 import onnx
 import onnxruntime
 import pytest
-from checkpoints import write_checkpoint
 from engine_parts import BUSHY, CAPACITY, contents, engine_spec, filled, random_text
 from onnx_device import stand_in_device
 from trees import Tree
@@ -30,23 +29,22 @@ from draftwood.runtime.engines.onnx.moves import gather_graph, move_graph
 from draftwood.runtime.engines.onnx.onnxruntime import OnnxRuntimeEngine, Provider, preload_cuda
 from draftwood.runtime.engines.passes import causal_batch, prefill
 
+Opened = Callable[..., OnnxRuntimeEngine]
 PROMPTS = ["once upon a time", "the cat sat on the mat and the dog", "a"]
 SETTINGS = [SamplingParams(max_tokens=40, temperature=0), SamplingParams(max_tokens=40, temperature=0.8, seed=3)]
 CONFIGS = [SpeculativeConfig(grow="chain"), SpeculativeConfig(grow="topk"), SpeculativeConfig(grow="dyspec"), None]
 
 
 class Bus:
-    """Counts the bytes that cross between arrays of the host and values of ONNX Runtime."""
+    """Counts the bytes that cross between arrays of the host and values of ONNX Runtime. on_host: bytes of the outputs
+    that were bound to the host, by name."""
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.up = self.down = 0
+        self.on_host: dict[str, int] = {}
         values, binding = onnxruntime.OrtValue, onnxruntime.IOBinding
-        update, read, bind, result = (
-            values.update_inplace,
-            values.numpy,
-            binding.bind_ortvalue_input,
-            binding.bind_ortvalue_output,
-        )
+        update, read = values.update_inplace, values.numpy
+        self._bind, result = binding.bind_ortvalue_input, binding.bind_ortvalue_output
 
         def uploaded(value: Any, array: Any) -> None:
             self.up += array.nbytes
@@ -60,19 +58,20 @@ class Bus:
             if value._numpy_obj is not None:  # of the host: copied now
                 self.up += value.tensor_size_in_bytes()
                 value = values.ortvalue_from_numpy(value._numpy_obj.copy())
-            bind(self_, name, value)
+            self._bind(self_, name, value)
 
         def received(self_: Any, name: str, value: Any) -> None:
             if value._numpy_obj is not None:
                 self.on_host[name] = value.tensor_size_in_bytes()
             result(self_, name, value)
 
-        self._bind = bind
-        self.on_host: dict[str, int] = {}  # bytes of the outputs that were bound to the host, by name
-        patch.setattr(values, "update_inplace", uploaded)
-        patch.setattr(values, "numpy", downloaded)
-        patch.setattr(binding, "bind_ortvalue_input", bound)
-        patch.setattr(binding, "bind_ortvalue_output", received)
+        for owner, name, counted in (
+            (values, "update_inplace", uploaded),
+            (values, "numpy", downloaded),
+            (binding, "bind_ortvalue_input", bound),
+            (binding, "bind_ortvalue_output", received),
+        ):
+            patch.setattr(owner, name, counted)
 
     @contextmanager
     def aside(self) -> Iterator[None]:
@@ -89,16 +88,11 @@ def bus(monkeypatch: pytest.MonkeyPatch) -> Iterator[Bus]:
 
 
 @pytest.fixture(scope="module")
-def draft(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = write_checkpoint(tmp_path_factory.mktemp("gqa"), "gqa")
-    export(Checkpoint(folder), bindings.DRAFT, CAPACITY, folder / "draft.onnx", lambda name: None)
-    return folder
-
-
-def opened(folder: Path, provider: str = "cuda") -> OnnxRuntimeEngine:
-    return OnnxRuntimeEngine(
-        folder / "draft.onnx", engine_spec(Checkpoint(folder), "onnxruntime", bindings.DRAFT), provider=provider
-    )
+def opened(gqa: Path, tmp_path_factory: pytest.TempPathFactory) -> Opened:
+    checkpoint, file = Checkpoint(gqa), tmp_path_factory.mktemp("draft") / "draft.onnx"
+    export(checkpoint, bindings.DRAFT, CAPACITY, file, lambda name: None)
+    spec = engine_spec(checkpoint, "onnxruntime", bindings.DRAFT)
+    return lambda provider="cuda": OnnxRuntimeEngine(file, spec, provider=provider)
 
 
 def texts(bundle: Path, provider: str, config: SpeculativeConfig | None) -> list[list[int]]:
@@ -116,17 +110,17 @@ def test_texts_are_those_of_caches_on_the_host(tiny_bundle: Path, config: Specul
         assert on_device == texts(tiny_bundle, "cpu", config)
 
 
-def test_the_stand_in_notices_an_array_of_the_host_that_is_written_after_it_was_bound(draft: Path, bus: Bus) -> None:
+def test_the_stand_in_notices_an_array_of_the_host_that_is_written_after_it_was_bound(opened: Opened, bus: Bus) -> None:
     """As an engine with caches on the host does, which ran on GPUs until 23 November 2026: every pass would read the
     inputs of the first one."""
-    engine, text = opened(draft, "cpu"), random_text(20)
+    engine, text = opened("cpu"), random_text(20)
     found = contents(filled(engine, text))
     with bus.aside():
         assert not np.allclose(found, contents(filled(engine, text)))
 
 
-def test_only_inputs_and_results_that_are_read_cross_the_bus(draft: Path, bus: Bus) -> None:
-    engine = opened(draft)
+def test_only_inputs_and_results_that_are_read_cross_the_bus(opened: Opened, bus: Bus) -> None:
+    engine = opened()
     cache = filled(engine, random_text(100))
     batch = causal_batch(engine.spec, random_text(8), cache.length)
     sizes = {"width": 8, "outputs": 1, "slots": cache.capacity}
@@ -152,8 +146,8 @@ def test_only_inputs_and_results_that_are_read_cross_the_bus(draft: Path, bus: B
             assert not output.logits.any() and not output.top_ids.any()
 
 
-def test_commits_and_growth_copy_rows_on_the_device(draft: Path, bus: Bus) -> None:
-    device, host = opened(draft), opened(draft, "cpu")
+def test_commits_and_growth_copy_rows_on_the_device(opened: Opened, bus: Bus) -> None:
+    device, host = opened(), opened("cpu")
     text = random_text(250)
     bus.up = 0
     first = device.new_cache()
@@ -199,9 +193,9 @@ def test_the_graphs_of_moves_are_those_of_numpy(rows: Sequence[int]) -> None:
         np.testing.assert_array_equal(found, expected if len(session.get_inputs()) == 3 else cache[:, :, rows])
 
 
-def test_a_pass_over_many_output_rows_stays_within_its_memory(draft: Path, bus: Bus) -> None:
+def test_a_pass_over_many_output_rows_stays_within_its_memory(opened: Opened, bus: Bus) -> None:
     """More rows with outputs than the widest pass of a tree has, none of which is read."""
-    engine = opened(draft)
+    engine = opened()
     engine.spec = engine._memory.spec = replace(engine.spec, prompt_widths=(64,))  # type: ignore[union-attr]
     cache = engine.new_cache()
     batch = replace(Tree((1,) * 64, tuple(range(-1, 63))).batch(engine.spec, 0), cache_only=True)
@@ -211,9 +205,9 @@ def test_a_pass_over_many_output_rows_stays_within_its_memory(draft: Path, bus: 
 
 
 def test_no_memory_on_the_device_leaves_the_cache_as_it_was(
-    draft: Path, bus: Bus, monkeypatch: pytest.MonkeyPatch
+    opened: Opened, bus: Bus, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine = opened(draft)
+    engine = opened()
     cache = filled(engine, random_text(200))
     before = contents(cache)
 
@@ -227,13 +221,15 @@ def test_no_memory_on_the_device_leaves_the_cache_as_it_was(
     np.testing.assert_array_equal(contents(cache)[:, :, :, :200], before)
 
 
-def test_a_release_without_an_operator_on_the_device_is_refused(draft: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_release_without_an_operator_on_the_device_is_refused(
+    opened: Opened, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """ONNX Runtime would read the caches on the host: here the CPU's provider does."""
     monkeypatch.setitem(opening.PROVIDERS, "cuda", Provider("CPUExecutionProvider", "cuda"))
     with pytest.raises(
         EngineError, match=r"reads input_ids .* instead of on cuda.*pip install 'onnxruntime-gpu>=1.27'"
     ):
-        opened(draft)
+        opened()
 
 
 def test_cudas_libraries_are_found_where_the_packages_of_this_python_lie(

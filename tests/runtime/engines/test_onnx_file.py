@@ -1,22 +1,35 @@
-"""Graphs of strangers: what no build writes is refused before a library opens it."""
+"""ONNX graphs: what no build writes is refused before a library opens it, and so are devices that are not there."""
 
 from __future__ import annotations
 
 import os
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import onnx
+import onnxruntime
 import pytest
 from bundling import resigned
+from checkpoints import Reference
+from engine_parts import TOLERANCE, engine_spec, random_text
 from onnx import TensorProto, helper
 
+from draftwood.builder.checkpoints.checkpoint import Checkpoint
+from draftwood.builder.engines import graph
+from draftwood.builder.engines.export import export
+from draftwood.models.bindings import TARGET
 from draftwood.models.errors import EngineError
+from draftwood.models.layers import num_parameters
 from draftwood.runtime.bundle.bundle import EngineBundle
 from draftwood.runtime.engines.onnx.file import OPERATORS, check_graph
+from draftwood.runtime.engines.onnx.onnxruntime import OnnxRuntimeEngine
+from draftwood.runtime.engines.passes import prefill
 
 
 @pytest.fixture
@@ -110,21 +123,54 @@ def test_a_spec_that_is_not_the_graph_is_refused(tiny_bundle: Path) -> None:
                 check_graph(tiny_bundle / spec.file, replace(spec, model=replace(spec.model, **changed)))
 
 
-def test_weights_beside_a_graph_stay_allowed(tiny_bundle: Path, tmp_path: Path) -> None:
-    """As larger models have them."""
-    spec = EngineBundle.open(tiny_bundle).manifest.engines["target"]
-    onnx.save(
-        onnx.load(tiny_bundle / "target.onnx"),
-        tmp_path / "target.onnx",
-        save_as_external_data=True,
-        location="target.onnx.data",
-        size_threshold=0,
-    )
-    check_graph(tmp_path / "target.onnx", spec)
-    assert (tmp_path / "target.onnx.data").stat().st_size > 1000
-    os.truncate(tmp_path / "target.onnx.data", 1000)
+def test_weights_beside_the_graph_change_nothing(
+    gqa: Path, gqa_reference: Reference, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Large models keep their weights in a second file. A token id beyond the vocabulary stands for what a backend may
+    refuse while it runs."""
+    monkeypatch.setattr(graph, "EXTERNAL_DATA_BYTES", 0)
+    checkpoint, written, file = Checkpoint(gqa), list[str](), tmp_path / "target.onnx"
+    export(checkpoint, TARGET, 600, file, written.append)
+    beside = tmp_path / "target.onnx.data"
+    assert beside.stat().st_size > 4 * num_parameters(checkpoint.config) and "lm_head.weight" in written
+    spec = engine_spec(checkpoint, "onnxruntime", TARGET)
+    check_graph(file, spec)
+    engine, text = OnnxRuntimeEngine(file, spec), random_text(50)
+    output = prefill(engine, engine.new_cache(), text)
+    assert output is not None
+    np.testing.assert_allclose(output.logits, gqa_reference([text]), atol=TOLERANCE)
+    cache = engine.new_cache()
+    with pytest.raises(EngineError, match="could not run a pass of the target"):
+        prefill(engine, cache, [10**6])
+    assert (cache.length, cache.speculative) == (0, 0)
+    os.truncate(beside, 1000)
     with pytest.raises(EngineError, match=r"beyond the end of target\.onnx\.data"):
-        check_graph(tmp_path / "target.onnx", spec)
+        check_graph(file, spec)
+
+
+def test_what_cannot_be_opened_is_refused(gqa: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = engine_spec(Checkpoint(gqa), "onnxruntime", TARGET)
+    (tmp_path / "broken.onnx").write_bytes(b"not a graph")
+
+    def refused(name: str, message: str, provider: str = "cpu") -> None:
+        with pytest.raises(EngineError, match=message):
+            OnnxRuntimeEngine(tmp_path / name, spec, provider=provider)
+
+    refused("broken.onnx", "broken.onnx cannot be opened by ONNX Runtime")
+    refused("missing.onnx", "missing.onnx cannot be opened by ONNX Runtime")
+    refused("any.onnx", "'tpu' is unknown; choose one of cpu, cuda", "tpu")
+    monkeypatch.setattr(onnxruntime, "get_available_providers", lambda: ["CPUExecutionProvider"])
+    refused("any.onnx", r"no CUDAExecutionProvider: install .*onnxruntime-gpu", "cuda")
+    monkeypatch.setitem(sys.modules, "onnxruntime", None)
+    refused("any.onnx", r"pip install .*\[cpu\]'")
+
+
+def test_onnx_runtime_tells_nobody_what_it_runs(tmp_path: Path) -> None:
+    program = "import draftwood.runtime.engines.onnx.onnxruntime, onnxruntime; onnxruntime.SessionOptions()"
+    others = {name: value for name, value in os.environ.items() if name != "ORT_DISABLE_TELEMETRY"}
+    places = {"XDG_CACHE_HOME": str(tmp_path), "HOME": str(tmp_path)}
+    subprocess.run([sys.executable, "-c", program], check=True, env=others | places)
+    assert not list(tmp_path.iterdir())
 
 
 def test_the_operators_are_those_of_builds(demo_bundle: Path, tiny_bundle: Path) -> None:

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
-from fakes import FakeCache, FakeEngine, mixture, random_model
+from fakes import FakeEngine, mixture, random_model
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from remembering import RememberingEngine
 
 from draftwood.models.errors import EngineError
-from draftwood.runtime.bundle.bundle import EngineBundle
 from draftwood.runtime.decoding.chunk import TokenChunk
 from draftwood.runtime.decoding.decoder import SpeculativeDecoder
 from draftwood.runtime.decoding.request import Request
@@ -22,7 +22,7 @@ from draftwood.runtime.engines.base import Engine, ForwardOutput, KVCache, Pass,
 from draftwood.runtime.engines.passes import Steps, causal_batch, prefill
 from draftwood.runtime.engines.shared.memory import CacheBudget, OutOfMemoryError
 from draftwood.runtime.engines.shared.pool import SPARE_PASSES, PooledEngine
-from draftwood.runtime.engines.shared.sequence import PANEL
+from draftwood.runtime.engines.shared.sequence import PANEL, PooledKVCache
 from draftwood.runtime.sampling.params import SamplingParams
 from draftwood.runtime.sampling.random import seeded_streams
 from draftwood.runtime.sampling.sampler import Sampler
@@ -37,18 +37,25 @@ CONFIGS = (
 )
 
 
+def request_of(
+    engines: Sequence[Engine],
+    prompt: list[int],
+    config: SpeculativeConfig | None,
+    params: SamplingParams,
+    **more: Any,
+) -> Request[TokenChunk]:
+    """engines: the target, and the draft if there is one."""
+    decoder, stats = SpeculativeDecoder(engines[0], engines[1] if config else None, config, 4096, ()), SpecDecodeStats()
+    sampler = Sampler(params, prompt, (), engines[0].spec.model.vocab_size)
+    steps = decoder.steps(prompt, sampler, seeded_streams(params.seed), stats)
+    return Request(steps=steps, write=lambda chunk: chunk, stats=stats, **more)
+
+
 def decode(
     engines: Sequence[Engine], requests: Sequence[tuple[list[int], SpeculativeConfig | None, SamplingParams]]
 ) -> list[list[int]]:
     """Run all requests at the same time over `engines`, target first; returns their tokens."""
-    target, draft = engines
-    texts: dict[Request[TokenChunk], list[int]] = {}
-    for prompt, config, params in requests:
-        decoder = SpeculativeDecoder(target, None if config is None else draft, config, 4096, ())
-        sampler = Sampler(params, prompt, (), target.spec.model.vocab_size)
-        stats = SpecDecodeStats()
-        steps = decoder.steps(prompt, sampler, seeded_streams(params.seed), stats)
-        texts[Request(steps=steps, write=lambda chunk: chunk, stats=stats)] = []
+    texts = {request_of(engines, *each): list[int]() for each in requests}
     scheduler: Scheduler[TokenChunk] = Scheduler(len(requests))
     for request, chunk in scheduler.run(list(texts)):
         texts[request] += chunk.token_ids
@@ -61,12 +68,8 @@ def test_a_scheduler_knows_how_many_requests_share_its_passes(monkeypatch: pytes
     scheduler: Scheduler[TokenChunk] = Scheduler(3, pools=(pool,), slots=CacheBudget(None, 4096, 64))
     monkeypatch.setattr(scheduler.drafts, "observe_pass", lambda *seen: watched.append(seen))
     assert scheduler.num_sharing == 1
-    requests = []
-    for tokens in (2, 4, 6):
-        params, stats = SamplingParams(max_tokens=tokens, ignore_eos=True), SpecDecodeStats()
-        decoder = SpeculativeDecoder(pool, None, None, 4096, ())
-        steps = decoder.steps([1, 2], Sampler(params, [1, 2], (), VOCAB), seeded_streams(0), stats)
-        requests.append(Request(steps=steps, write=lambda chunk: chunk, stats=stats, num_slots=64))
+    params = [SamplingParams(max_tokens=tokens, ignore_eos=True) for tokens in (2, 4, 6)]
+    requests = [request_of((pool,), [1, 2], None, each, num_slots=64) for each in params]
     seen = [scheduler.num_sharing for _ in scheduler.run(requests)]
     assert seen[0] == 3 and seen[-1] == 1 and sorted(seen, reverse=True) == seen
     assert [sharing for _, sharing, _, _ in watched] == [3, 2, 2]
@@ -86,12 +89,9 @@ def test_memory_that_ran_out_is_used_again_where_nothing_limits_it(monkeypatch: 
         return score(batch, cache)
 
     def texts() -> list[list[int]]:
-        found: dict[Request[TokenChunk], list[int]] = {}
-        for first in (1, 2):
-            params, stats = SamplingParams(max_tokens=4, temperature=0), SpecDecodeStats()
-            decoder = SpeculativeDecoder(pool, None, None, 4096, ())
-            steps = decoder.steps([first, 3], Sampler(params, [first, 3], (), VOCAB), seeded_streams(0), stats)
-            found[Request(steps=steps, write=lambda chunk: chunk, stats=stats, num_slots=4096)] = []
+        params = SamplingParams(max_tokens=4, temperature=0)
+        requests = [request_of((pool,), [first, 3], None, params, num_slots=4096) for first in (1, 2)]
+        found = {each: list[int]() for each in requests}
         for request, chunk in scheduler.run(list(found)):
             found[request] += chunk.token_ids
         return list(found.values())
@@ -151,98 +151,19 @@ def test_requests_together_need_fewer_passes() -> None:
     assert passes(pooled=True) < 0.4 * passes(pooled=False)
 
 
-@pytest.fixture(scope="module")
-def engine(tiny_bundle: Path) -> Engine:
-    bundle = EngineBundle.open(tiny_bundle)
-    opened: Engine = bundle.open_engine("target", threads=1)
-    return opened
-
-
-def random_tokens(engine: Engine, count: int, seed: int = 0) -> list[int]:
-    tokens: list[int] = np.random.default_rng(seed).integers(0, engine.spec.model.vocab_size, count).tolist()
-    return tokens
-
-
-def test_a_real_engine_scores_each_row_as_alone(engine: Engine) -> None:
-    """Different lengths, different rows, trees that see siblings of nobody else."""
-    pool = PooledEngine(engine, 2000)
-    texts = [random_tokens(engine, length, length) for length in (3, 40, 17)]
-    caches, alone = [pool.new_cache() for _ in texts], [engine.new_cache() for _ in texts]
-    for text, cache, other in zip(texts, caches, alone, strict=True):
-        prefill(pool, cache, text)
-        prefill(engine, other, text)
-    mask = np.eye(3, dtype=np.bool_)
-    mask[1:, 0] = True
-    for round_number in range(3):
-        batches = []
-        for cache in caches:
-            positions = cache.length + np.array([0, 1, 1])
-            batches.append(TokenBatch.pad([5, 6, 7], positions, mask, engine.spec.width_for(3)))
-        outputs = pool.forward([Pass(pool, batch, cache) for batch, cache in zip(batches, caches, strict=True)])
-        for batch, cache, other, output in zip(batches, caches, alone, outputs, strict=True):
-            expected = engine.score(batch, other).logits[:3]
-            np.testing.assert_allclose(output.logits[:3], expected, atol=2e-5)
-            kept = [0, 2] if round_number else [0, 1]
-            cache.commit(kept)
-            other.commit(kept)
-
-
-def test_garbage_is_collected_and_nothing_else(engine: Engine) -> None:
-    """Thousands of rounds in a buffer of a few hundred rows, and the text still reads the same."""
-    pool = PooledEngine(engine, engine.spec.capacity)
-    keeper, text = pool.new_cache(), random_tokens(engine, 50)
-    expected = prefill(engine, engine.new_cache(), text)
-    prefill(pool, keeper, text[:-1])
-    rng = np.random.default_rng(0)
-    for _ in range(300):
-        guest = pool.new_cache()
-        prefill(pool, guest, random_tokens(engine, int(rng.integers(1, 60)), int(rng.integers(1000))))
-        guest.close()
-        guest.close()  # changes nothing
-    with pytest.raises(EngineError, match="this cache was closed"):
-        prefill(pool, guest, [1])
-    output = prefill(pool, keeper, text[-1:])
-    assert expected is not None and output is not None
-    np.testing.assert_allclose(output.logits, expected.logits, atol=2e-5)
-    assert len(pool.caches) == 1
-
-
-def test_ten_thousand_rounds_leave_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Requests of different lengths come and go; the buffer never holds more than the running ones need."""
-    monkeypatch.setattr(FakeCache, "capacity", 128)
-    rows = np.random.default_rng(0).dirichlet(np.ones(VOCAB), VOCAB)
-    target, draft = (
-        FakeEngine(lambda context: rows[sum(context) % VOCAB], VOCAB, role) for role in ("target", "draft")
-    )
-    pools = [PooledEngine(engine, 4096) for engine in (target, draft)]
-    texts: dict[int, list[int]] = {}
-    rounds = most = 0
-    while rounds < 10_000:
-        for length in range(1, 9):
-            params = SamplingParams(max_tokens=10 * length, temperature=0)
-            requests = [([length], CONFIGS[1], params), ([length, 3], None, params)]
-            found = decode(pools, requests)
-            assert texts.setdefault(length, found[1]) == found[1]
-            rounds += len(found[1])
-            most = max(most, *(pool._storage.speculative for pool in pools))
-            assert all(len(pool.caches) == 0 for pool in pools)
-    assert most <= 128 + 64
-
-
-def test_a_full_pool_says_what_to_do(engine: Engine) -> None:
+def test_a_full_pool_says_what_to_do_and_a_closed_cache_is_refused() -> None:
     with pytest.raises(EngineError, match="allow more memory"):
-        PooledEngine(engine, engine.spec.max_width - 1)
-    pool = PooledEngine(engine, engine.spec.capacity)
-    held = []
+        PooledEngine(fake_engines()[0], 63)
+    pool, held = PooledEngine(fake_engines()[0], 4096), list[PooledKVCache]()
     with pytest.raises(EngineError, match="run fewer requests"):
         for _ in range(100):
             held.append(pool.new_cache())
-            prefill(pool, held[-1], random_tokens(engine, 60))
+            prefill(pool, held[-1], [1] * 60)
     assert held[0].length == 60
-
-
-def test_a_slot_never_computed_is_refused(engine: Engine) -> None:
-    pool = PooledEngine(engine, 2000)
+    for each in (*held, *held):  # a second time changes nothing
+        each.close()
+    with pytest.raises(EngineError, match="this cache was closed"):
+        prefill(pool, held[0], [1])
     cache = pool.new_cache()
     pool.score(causal_batch(pool.spec, [1, 2, 3], 0), cache)
     with pytest.raises(EngineError, match="not computed"):
@@ -269,26 +190,22 @@ def test_a_pass_holds_as_many_as_fit_and_the_draft_goes_first() -> None:
     assert select_joint([]) == []
 
 
-def test_after_a_burst_the_cache_shrinks(engine: Engine) -> None:
+def test_after_a_burst_the_cache_shrinks() -> None:
     """Attention spans every slot there is: one request must not go on paying for eight."""
-    pool = PooledEngine(engine, 20 * engine.spec.capacity)
-    keeper, text = pool.new_cache(), random_tokens(engine, 50)
-    prefill(pool, keeper, text[:-1])
-    guests = [pool.new_cache() for _ in range(12)]
-    for guest in guests:
-        prefill(pool, guest, random_tokens(engine, 200))
+    pool = PooledEngine(RememberingEngine(random_model(3, VOCAB), VOCAB), 8192)
+    keeper, guests = pool.new_cache(), [pool.new_cache() for _ in range(12)]
+    prefill(pool, keeper, [1] * 49)
+    for number, guest in enumerate(guests):
+        prefill(pool, guest, [number] * 200)
     burst = pool._storage.capacity
     for guest in guests:
         guest.close()
-    for _ in range(SPARE_PASSES):  # another burst may be near
-        prefill(pool, keeper, text[-1:])
-        assert pool._storage.capacity == burst
-        keeper.truncate(len(text) - 1)
-    output = prefill(pool, keeper, text[-1:])
-    expected = prefill(engine, engine.new_cache(), text)
-    assert burst > 2000 and pool._storage.capacity < burst / 4
-    assert expected is not None and output is not None
-    np.testing.assert_allclose(output.logits, expected.logits, atol=2e-5)
+    for spare in range(SPARE_PASSES + 1):  # another burst may be near
+        output = prefill(pool, keeper, [2])
+        assert (pool._storage.capacity == burst) is (spare < SPARE_PASSES)
+        keeper.truncate(49)
+    assert burst > 2000 and pool._storage.capacity < burst / 4 and output is not None
+    np.testing.assert_allclose(output.logits[0], np.log(random_model(3, VOCAB)((*[1] * 49, 2))))
 
 
 def test_rows_of_a_sequence_lie_in_panels_of_its_own() -> None:

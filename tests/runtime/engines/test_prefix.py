@@ -20,8 +20,7 @@ from remembering import RememberingCache, RememberingEngine
 
 from draftwood.builder.checkpoints.checkpoint import Checkpoint
 from draftwood.models.errors import EngineError
-from draftwood.runtime.bundle.bundle import EngineBundle
-from draftwood.runtime.engines.base import Engine, ForwardOutput, Pass, TokenBatch
+from draftwood.runtime.engines.base import ForwardOutput, Pass, TokenBatch
 from draftwood.runtime.engines.passes import causal_batch, prefill_passes
 from draftwood.runtime.engines.shared.pool import PooledEngine
 from draftwood.runtime.engines.shared.sequence import PooledKVCache
@@ -266,20 +265,3 @@ def test_what_is_retained_gives_way_and_never_grows_the_cache_beyond_its_bound()
             read(pool, keeper, [keeper.length % VOCAB] * 8)
     assert keeper.length >= SLOTS - 16
     assert text_of(pool, keeper)[:9] == (0,) * 8 + (3,)
-
-
-def test_a_real_engine_goes_on_behind_rows_that_another_computed(tiny_bundle: Path) -> None:
-    engine: Engine = EngineBundle.open(tiny_bundle).open_engine("target", threads=1)
-    pool, rng = PooledEngine(engine, 2000), np.random.default_rng(0)
-    pool.share_prefixes(1000)
-    system = rng.integers(0, engine.spec.model.vocab_size, 150).tolist()
-    for turn in range(3):
-        text = [*system, *rng.integers(0, engine.spec.model.vocab_size, 20).tolist()]
-        known, output = read_once(pool, text, output_read=True)
-        assert known == (150 if turn else 0)
-        alone = engine.new_cache()
-        for start in range(0, len(text), 64):
-            expected = engine.score(causal_batch(engine.spec, text[start : start + 64], start), alone)
-            alone.commit(range(len(text[start : start + 64])))
-        assert output is not None
-        np.testing.assert_allclose(output.logits, expected.logits, atol=2e-5)

@@ -50,21 +50,15 @@ def engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return opened
 
 
-def chain_of(tokens: Sequence[int]) -> TokenTree:
-    count = len(tokens)
-    below = (*((row + 1,) for row in range(count - 1)), ())
-    nothing = (False,) * count
+def tree_of(tokens: Sequence[int], parents: Sequence[int]) -> TokenTree:
+    """Rows in the order of a tree's nodes, parents first."""
+    rows, depths = range(len(tokens)), list[int]()
+    for parent in parents:
+        depths.append(0 if parent < 0 else depths[parent] + 1)
+    below = tuple(tuple(row for row in rows if parents[row] == parent) for parent in rows)
+    nothing, shares = (False,) * len(tokens), (1.0,) * len(tokens)
     return TokenTree(
-        tuple(tokens),
-        tuple(range(-1, count - 1)),
-        tuple(range(count)),
-        below,
-        tuple(range(count)),
-        nothing,
-        frozenset(),
-        (1.0,) * count,
-        {},
-        {},
+        tuple(tokens), tuple(parents), tuple(depths), below, tuple(rows), nothing, frozenset(), shares, {}, {}
     )
 
 
@@ -98,7 +92,7 @@ def answers(softmax: Softmax, logits: NDArray[np.float32], wanted: Wanted) -> li
 
 
 def test_prepared_rows_have_the_bits_of_rows_by_themselves(engine: NativeEngine) -> None:
-    requests = [(chain_of([9, 3]) if index % 2 else root_alone(4), each) for index, each in enumerate(SETTINGS)]
+    requests = [(tree_of([9, 3], [-1, 0]) if index % 2 else root_alone(4), each) for index, each in enumerate(SETTINGS)]
     for together in (requests, requests[::-1], requests[2:3], requests[1:2]):
         for (tree, wanted), output in zip(together, scored(engine, together), strict=True):
             for row in range(len(tree) if wanted else 0):
@@ -168,18 +162,7 @@ def test_a_row_of_no_numbers_disturbs_its_own_request_only(engine: NativeEngine)
 
 def test_a_tree_wants_the_rows_of_its_first_children(engine: NativeEngine) -> None:
     """A verifier seldom reads others; and a row of padding has no logits."""
-    tree = TokenTree(
-        (1, 2, 3, 4, 5),
-        (-1, 0, 0, 1, 1),
-        (0, 1, 1, 2, 2),
-        ((1, 2), (3, 4), (), (), ()),
-        (0, 1, 2, 3, 4),
-        (False,) * 5,
-        frozenset(),
-        (1.0,) * 5,
-        {},
-        {},
-    )
+    tree = tree_of((1, 2, 3, 4, 5), (-1, 0, 0, 1, 1))
     assert tree.to_batch(engine.spec, 0).wanted == ()
     wanted = SETTINGS[0]
     assert tree.to_batch(engine.spec, 0, wanted=wanted).wanted == (wanted, wanted, None, wanted)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import pytest
@@ -75,30 +75,26 @@ def count(opened: OpenLLM, gpu: Machine, case: Case, long: int = LONG) -> Round:
     name, temperature, requests, by = case
 
     def generated(tokens: int) -> tuple[int, Counter[str]]:
-        params = SamplingParams(max_tokens=tokens, temperature=temperature, seed=3, ignore_eos=True)
         gpu.counts.clear()
         gpu.ran.clear()
-        outputs = llm.generate([PROMPT] * requests, params)
+        outputs = llm.generate([PROMPT] * requests, settings(temperature, tokens))
         return max(each.stats.num_drafts or each.stats.num_tokens for each in outputs), gpu.counts + gpu.ran
 
-    with pytest.MonkeyPatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch, opened(requests, CONFIGS[name]) as llm:
         if by == HOST:
             patch.setattr(CudaDevice, "runs_rounds", False)
-        with opened(requests, CONFIGS[name]) as llm:
-            _, (few, before), (many, after) = generated(SHORT), generated(SHORT), generated(long)
-
+        _, (few, before), (many, after) = generated(SHORT), generated(SHORT), generated(long)
     return means(after - before, many - few)
 
 
 def count_replays(opened: OpenLLM, gpu: Machine, case: Case) -> Round:
     """The rounds of a text that one graph runs on the device. At a temperature above 0 the last rounds of a text, which
     are the host's, would outweigh them: their logits come to the host."""
-    params = SamplingParams(max_tokens=SHORT + 28, temperature=case.temperature, seed=3, ignore_eos=True)
     found, rounds = Counter[str](), 0
     with opened(case.requests, CONFIGS[case.name]) as llm:
         gpu.counts.clear()
         gpu.ran.clear()
-        for _ in llm.stream(PROMPT, params):
+        for _ in llm.stream(PROMPT, settings(case.temperature, SHORT + 28)):
             asked = gpu.counts + gpu.ran
             if asked["verify"] and asked["graph"] == asked["wait"] == 1:
                 found, rounds = found + asked, rounds + 1
@@ -108,22 +104,17 @@ def count_replays(opened: OpenLLM, gpu: Machine, case: Case) -> Round:
     return means(found, rounds)
 
 
+def settings(temperature: float, tokens: int) -> SamplingParams:
+    return SamplingParams(max_tokens=tokens, temperature=temperature, seed=3, ignore_eos=True)
+
+
 def means(counts: Counter[str], rounds: int) -> Round:
     """A context that is set up for a new shape, which is awaited once, does not count."""
     counts = counts - Counter({name: counts["a profile"] for name in ("enqueue", "wait")})
 
-    def per_round(*names: str) -> float:
-        return sum(counts[name] for name in names) / rounds
-
-    return Round(
-        per_round(PROGRAM),
-        per_round(*KERNELS, "move_rows"),
-        per_round("graph", "enqueue"),
-        per_round(*COPIES),
-        per_round("wait"),
-        per_round("upload bytes"),
-        per_round("download bytes"),
-    )
+    calls = (PROGRAM,), (*KERNELS, "move_rows"), ("graph", "enqueue"), COPIES, ("wait",)
+    names: list[Sequence[str]] = [*calls, ("upload bytes",), ("download bytes",)]
+    return Round(*(sum(counts[name] for name in each) / rounds for each in names))
 
 
 CASES = [

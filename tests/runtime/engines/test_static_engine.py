@@ -1,157 +1,101 @@
-"""Engines of static shapes, on the host: the contract of every engine, and what only they promise.
+"""What only engines of static shapes promise: graphs, copies, memory, and one cache for several sequences.
 
-`tensorrt` is the engine that runs TensorRT plans, over a driver in the place of libcuda (`cuda_driver`) and a program
-that tests replace (`onnx_program.py`): the ONNX graph that plans are compiled from.
+They run over a driver in the place of libcuda (`cuda_driver`) and a program that tests replace (`onnx_program.py`): the
+ONNX graph that TensorRT's plans are compiled from. `test_engines.py` holds them to the contract.
 """
 
 from __future__ import annotations
 
+import gc
+import io
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import cast
 
 import numpy as np
 import pytest
-from checkpoints import Reference, transformers_logits, write_checkpoint
+from checkpoints import VOCAB_SIZE
 from cuda_driver.machine import Machine
-from engine_parts import BUSHY, CAPACITY, TOLERANCE, Open, contents, engine_spec, filled, random_text, score
-from onnx_program import OnnxProgram, static_engine
+from cuda_driver.memory import DEVICE
+from engine_parts import (
+    BUSHY,
+    SHARED_CAPACITY,
+    SHARED_COLUMNS,
+    TOLERANCE,
+    WIDTHS,
+    contents,
+    filled,
+    random_text,
+    score,
+)
+from numpy.typing import NDArray
+from onnx_program import OnnxProgram, open_static
+from rich.console import Console
+from tensorrt_bundles import demo_bundles
 from trees import Tree
 
-from draftwood.builder.checkpoints.checkpoint import Checkpoint
-from draftwood.builder.engines.export import export
+from draftwood.cli.progress import warm_up
 from draftwood.models import bindings
 from draftwood.models.errors import EngineError
-from draftwood.runtime.engines.base import Engine, Pass
-from draftwood.runtime.engines.layout import Layout, PassShape
+from draftwood.runtime import SamplingParams, SpeculativeConfig
+from draftwood.runtime.engines.base import Pass
+from draftwood.runtime.engines.layout import Layout, PassShape, mask_columns
 from draftwood.runtime.engines.passes import causal_batch, prefill
 from draftwood.runtime.engines.shared.pool import PooledEngine
 from draftwood.runtime.engines.static.engine import StaticEngine
 from draftwood.runtime.engines.static.memory import cache_geometry
-from tests.runtime.engines import test_engines as contract
+from draftwood.runtime.engines.static.pool import StaticPool
 
-BACKENDS = ["tensorrt"]
 pytestmark = pytest.mark.usefixtures("no_faults")
-
-test_i9_each_row_predicts_what_its_own_path_predicts = contract.test_i9_each_row_predicts_what_its_own_path_predicts
-test_i9_rows_in_two_passes_equal_rows_in_one = contract.test_i9_rows_in_two_passes_equal_rows_in_one
-test_i7_the_order_of_rows_changes_nothing = contract.test_i7_the_order_of_rows_changes_nothing
-test_i7_padding_rows_change_nothing = contract.test_i7_padding_rows_change_nothing
-test_i10_a_committed_path_equals_a_fresh_prefill = contract.test_i10_a_committed_path_equals_a_fresh_prefill
-test_i10_truncated_text_is_forgotten = contract.test_i10_truncated_text_is_forgotten
-test_columns_are_ranked = contract.test_a_draft_ranks_its_columns_and_a_target_where_logits_are_dear
-test_a_full_cache_is_an_error_that_leaves_it_usable = contract.test_a_full_cache_is_an_error_that_leaves_it_usable
-test_a_closed_engine_says_so = contract.test_a_closed_engine_says_so_however_often_it_is_closed
-test_only_computed_rows_can_be_committed = contract.test_only_computed_rows_can_be_committed
-test_a_pass_that_was_not_compiled_is_refused = contract.test_a_pass_that_was_not_compiled_is_refused
+BATCH = 3  # sequences
+OpenStatic = Callable[..., StaticEngine]
+CHAIN = Tree((1, 2, 3, 4, 5), (-1, 0, 1, 2, 3))
 
 
-@pytest.fixture(scope="module", params=BACKENDS)
-def backend(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
+@pytest.fixture
+def opened(gqa: Path, tmp_path: Path, gpu: Machine) -> OpenStatic:
+    def open_one(max_batch: int = 1, role: str = bindings.DRAFT) -> StaticEngine:
+        return open_static(gqa, tmp_path, gpu, role, SHARED_CAPACITY, max_batch)
+
+    return open_one
 
 
 @pytest.fixture(scope="module")
-def open_engine(backend: str, tmp_path_factory: pytest.TempPathFactory, gpu: Machine) -> Open:
-    """Opens a checkpoint folder as an engine of the backend under test."""
-
-    def opened(folder: Path, role: str = bindings.DRAFT, capacity: int = CAPACITY) -> Engine:
-        return opened_static(folder, tmp_path_factory.mktemp("engine"), gpu, role, capacity)
-
-    return opened
+def three(gqa: Path, tmp_path_factory: pytest.TempPathFactory, gpu: Machine) -> StaticEngine:
+    return open_static(gqa, tmp_path_factory.mktemp("three"), gpu, bindings.DRAFT, SHARED_CAPACITY, BATCH)
 
 
-@pytest.fixture(scope="module")
-def gqa(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_checkpoint(tmp_path_factory.mktemp("gqa"), "gqa")
+@pytest.fixture
+def pool(three: StaticEngine) -> Iterator[StaticPool]:
+    yield three.pool
+    for cache in list(three.pool._caches.values()):
+        cache.close()
 
 
-@pytest.fixture(scope="module")
-def reference(gqa: Path) -> Reference:
-    return transformers_logits(gqa)
-
-
-@pytest.fixture(scope="module")
-def one(gqa: Path, open_engine: Open) -> Engine:
-    return open_engine(gqa)
-
-
-engine = one  # the contract's engine of every shape is that of one here; others follow below
-
-
-def opened_static(
-    folder: Path, place: Path, gpu: Machine, role: str = bindings.DRAFT, capacity: int = CAPACITY
-) -> StaticEngine:
-    """The compact graph of a checkpoint, exported to `place` and opened."""
-    checkpoint = Checkpoint(folder)
-    file = place / f"{role}.onnx"
-    export(checkpoint, role, capacity, file, lambda name: None, form=bindings.COMPACT)
-    return static_engine(file, engine_spec(checkpoint, "tensorrt", role, capacity), gpu)
-
-
-@pytest.mark.parametrize("shape", ["mha", "mqa", "head_dim 6"])
-def test_uneven_chunks_of_other_shapes(shape: str, open_engine: Open, tmp_path: Path) -> None:
-    folder = write_checkpoint(tmp_path / "checkpoint", shape)
-    contract.test_uneven_chunks_equal_transformers(open_engine(folder), transformers_logits(folder))
-
-
-def test_two_caches_do_not_see_each_other(one: Engine) -> None:
-    """They share the engine's stream and programs, captured or not, in any order."""
-    texts = [random_text(50, seed) for seed in range(2)]
-    alone = [score(one, BUSHY.batch(one.spec, 50), filled(one, text)) for text in texts]
-    caches = [one.new_cache() for _ in texts]
-    for start in range(0, 50, 10):
-        for cache, text in zip(caches, texts, strict=True):
-            one.score(causal_batch(one.spec, text[start : start + 10], start), cache)
-            cache.commit(range(10))
-    for cache, expected in zip(caches, alone, strict=True):
-        np.testing.assert_allclose(score(one, BUSHY.batch(one.spec, 50), cache), expected, atol=TOLERANCE)
-
-
-def test_a_text_up_to_the_last_slot(open_engine: Open, gqa: Path, reference: Reference) -> None:
-    """A mask that is wider than what is left of the cache reads nothing behind it."""
-    engine = open_engine(gqa, capacity=43)
-    text = random_text(40)
-    cache = filled(engine, text)
-    for token in (3, 4, 5):  # one, two, then three speculative rows: the last mask has four columns
-        chain = Tree((3, 4, 5), (-1, 0, 1))
-        output = score(engine, chain.batch(engine.spec, 40, first=token - 3, stop=token - 2), cache)
-        np.testing.assert_allclose(output, reference([[*text, *range(3, token + 1)]]), atol=TOLERANCE)
-    cache.commit(range(3))
-    assert cache.length == 43
-
-
-def test_requests_share_a_cache_that_cannot_grow(one: Engine) -> None:
-    """Rows of two requests in one pass, and what happens when more slots are promised than there are."""
-    texts = [random_text(30, seed) for seed in range(2)]
-    alone = [score(one, BUSHY.batch(one.spec, 30), filled(one, text)) for text in texts]
-    pool = PooledEngine(one, CAPACITY + 200)
-    caches = [filled(pool, text) for text in texts]
-    passes = [Pass(pool, BUSHY.batch(one.spec, 30), cache) for cache in caches]
-    for output, expected in zip(pool.forward(passes), alone, strict=True):
-        np.testing.assert_allclose(output.logits[: len(expected)], expected, atol=TOLERANCE)
-    with pytest.raises(EngineError, match=rf"caches have {CAPACITY} slots and cannot grow .* fewer requests"):
-        filled(pool, random_text(CAPACITY))
-
-
-def test_a_round_is_one_copy_each_way_one_launch_and_one_wait(gqa: Path, tmp_path: Path, gpu: Machine) -> None:
-    engine = opened_static(gqa, tmp_path, gpu)
-    cache = filled(engine, random_text(64))
+@pytest.mark.parametrize("sequences", [1, BATCH])
+def test_a_round_of_all_is_one_launch_one_copy_each_way_and_one_wait(
+    sequences: int, opened: OpenStatic, gpu: Machine
+) -> None:
+    """Commits of all sequences are one move, queued with the next pass. Rows that are in place are not moved."""
+    engine = opened(sequences)
+    caches = [filled(engine, random_text(10 * (number + 1), number)) for number in range(sequences)]
     for _ in range(3):
         gpu.counts.clear()
-        engine.score(BUSHY.batch(engine.spec, cache.length), cache)
-        cache.commit([0, 2, 4])
-    assert gpu.calls == {"graph": 1, "download": 1, "wait": 1, "launch": 1}
-    gpu.counts.clear()
-    engine.score(BUSHY.batch(engine.spec, cache.length), cache)
-    cache.commit([0, 1, 2])
-    assert "launch" not in gpu.calls, "rows that are in place were moved"
+        engine.forward([Pass(engine, BUSHY.batch(engine.spec, cache.length), cache) for cache in caches])
+        for cache in caches:
+            cache.commit([0, 2, 4])
+    assert gpu.calls == {"launch": 1, "graph": 1, "download": 1, "wait": 1}
+    if sequences == 1:
+        gpu.counts.clear()
+        engine.score(BUSHY.batch(engine.spec, caches[0].length), caches[0])
+        caches[0].commit([0, 1, 2])
+        assert "launch" not in gpu.calls
 
 
-def test_a_graph_is_captured_once_for_a_shape_and_an_execution_made_once(
-    gqa: Path, tmp_path: Path, gpu: Machine
-) -> None:
-    engine = opened_static(gqa, tmp_path, gpu)
+def test_a_graph_is_captured_once_for_a_shape_and_an_execution_made_once(opened: OpenStatic, gpu: Machine) -> None:
+    engine = opened()
     program = cast(OnnxProgram, engine.program)
     for cache in (engine.new_cache(), engine.new_cache()):
         prefill(engine, cache, random_text(96))
@@ -163,56 +107,176 @@ def test_a_graph_is_captured_once_for_a_shape_and_an_execution_made_once(
 
 
 def test_what_cannot_be_captured_is_queued_each_time(
-    gqa: Path, tmp_path: Path, gpu: Machine, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    opened: OpenStatic, gpu: Machine, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     text = random_text(70)
-    expected = contents(filled(opened_static(gqa, tmp_path, gpu), text))
+    expected = contents(filled(opened(), text))
     monkeypatch.setattr(gpu, "captures", False)
     gpu.counts.clear()
-    engine = opened_static(gqa, tmp_path, gpu)
-    np.testing.assert_allclose(contents(filled(engine, text)), expected, atol=TOLERANCE)
+    np.testing.assert_allclose(contents(filled(opened(), text)), expected, atol=TOLERANCE)
     assert "graph" not in gpu.calls
-    assert [record.message for record in caplog.records].count(
-        "a pass of 32 rows cannot be captured as a CUDA graph; it is queued each time"
-    ) == 1
+    said = "a pass of 32 rows cannot be captured as a CUDA graph; it is queued each time"
+    assert caplog.messages.count(said) == 1
 
 
-def test_only_rows_of_the_batch_come_back(gqa: Path, tmp_path: Path, gpu: Machine) -> None:
-    """Logits lie last in their block: a copy that stops early leaves out padding rows."""
-    engine = opened_static(gqa, tmp_path, gpu, bindings.TARGET)
+def test_only_what_is_read_comes_back(opened: OpenStatic, gpu: Machine) -> None:
+    """Logits lie last in their block: a copy that stops early leaves out padding rows. At temperature 0 a verified row
+    is one number, not a row of the vocabulary. Of two pieces of prompt there are two rows of logits."""
+    engine = opened(role=bindings.TARGET)
     layout = Layout.outputs(engine.spec, PassShape(8, 8, 8))
     first, row = layout.fields[bindings.LOGITS.name].offset, 4 * engine.spec.model.vocab_size
     assert [layout.needed_bytes(rows, False) - first for rows in (1, 5, 8, 9)] == [row, 5 * row, 8 * row, 8 * row]
-    output = engine.score(Tree((1, 2, 3, 4, 5), (-1, 0, 1, 2, 3)).batch(engine.spec, 0), engine.new_cache())
+    assert layout.needed_bytes(5, True) == first
+    batch = CHAIN.batch(engine.spec, 0)
+    output = engine.score(batch, engine.new_cache())
     assert output.logits[:5].any(axis=1).all() and not output.logits[5:].any()
+    expected, whole = output.logits[:5].argmax(-1), opened(role=bindings.TARGET)
+    ranked = whole.score(replace(batch, ranking_only=True), whole.new_cache())
+    assert ranked.top_ids is not None and not ranked.logits.any()
+    np.testing.assert_array_equal(ranked.top_ids[:5, 0], expected)
+    engine = opened(BATCH)
+    batches = [causal_batch(engine.spec, random_text(15, seed), 0) for seed in range(2)]
+    gpu.counts.clear()
+    outputs = engine.forward([Pass(engine, each, engine.new_cache()) for each in batches])
+    assert [output.logits.shape for output in outputs] == [(1, VOCAB_SIZE)] * 2
+    ranks = 12 * 32 * bindings.TOP_COLUMNS
+    assert gpu.calls["download"] == 1 and 2 * row <= gpu.counts["download bytes"] <= 2 * row + ranks
 
 
-def test_no_logits_come_back_where_the_ranking_is_enough(gqa: Path, tmp_path: Path, gpu: Machine) -> None:
-    """At temperature 0 a verified row is one number, not a row of the vocabulary."""
-    engine, whole = (opened_static(gqa, tmp_path, gpu, bindings.TARGET) for _ in range(2))
-    layout = Layout.outputs(engine.spec, PassShape(8, 8, 8))
-    assert layout.needed_bytes(5, True) == layout.fields[bindings.LOGITS.name].offset < layout.needed_bytes(1, False)
-    batch = Tree((1, 2, 3, 4, 5), (-1, 0, 1, 2, 3)).batch(engine.spec, 0)
-    expected = whole.score(batch, whole.new_cache()).logits[:5].argmax(-1)
-    output = engine.score(replace(batch, ranking_only=True), engine.new_cache())
-    assert output.top_ids is not None and not output.logits.any()
-    np.testing.assert_array_equal(output.top_ids[:5, 0], expected)
+def test_requests_cannot_share_more_slots_than_a_cache_has(opened: OpenStatic) -> None:
+    pool = PooledEngine(opened(), SHARED_CAPACITY + 200)
+    with pytest.raises(EngineError, match=r"caches have 256 slots and cannot grow .* fewer requests"):
+        filled(pool, random_text(SHARED_CAPACITY + 1))
 
 
-def test_slots_out_of_order_are_refused(gqa: Path, tmp_path: Path, gpu: Machine) -> None:
+def test_slots_out_of_order_are_refused(opened: OpenStatic) -> None:
     """Rows are moved in place, in order: an ancestor always has the smaller slot."""
-    engine = opened_static(gqa, tmp_path, gpu)
+    engine = opened()
     cache = filled(engine, [1])
     engine.score(BUSHY.batch(engine.spec, 1), cache)
     with pytest.raises(EngineError, match="ascending order, ancestors first"):
         cache.commit([0, 3, 2])
 
 
-def test_memory_is_accounted_for(gqa: Path, tmp_path: Path, gpu: Machine) -> None:
-    engine = opened_static(gqa, tmp_path, gpu)
+@pytest.mark.parametrize("sequences", [1, BATCH])
+def test_memory_is_that_of_every_sequence(sequences: int, opened: OpenStatic, tmp_path: Path) -> None:
+    engine = opened(sequences)
     model, memory = engine.spec.model, engine.memory
     assert memory.weights == (tmp_path / "draft.onnx").stat().st_size
-    assert memory.kv_cache == cache_geometry(engine.spec, 4).nbytes == engine.new_cache().buffer.nbytes  # type: ignore[attr-defined]
+    numbers = model.num_layers * sequences * SHARED_CAPACITY * model.num_kv_heads * model.head_dim
+    assert memory.kv_cache == cache_geometry(engine.spec, 4).nbytes == 2 * numbers * 4
     assert memory.device == memory.weights + memory.kv_cache
     logits = 4 * 32 * model.vocab_size
     assert logits < memory.pinned < logits + 32 * bindings.TOP_COLUMNS * 12 + 8 * 1024
+
+
+def test_the_speculative_area_is_used_again(three: StaticEngine, pool: StaticPool) -> None:
+    """Rows move together where a pass is narrower for it, and those of sequences in the middle of a tree are kept."""
+    keeper, other = pool.new_cache(), pool.new_cache()
+    for row in range(4):
+        three.score(BUSHY.batch(three.spec, other.length), other)
+        three.score(CHAIN.batch(three.spec, 0, row, row + 1), keeper)  # behind rows that are garbage in a moment
+        other.commit([0, 2])
+        assert pool._used <= mask_columns(8, row + 9, SHARED_COLUMNS)
+    assert pool._used < 4 * 8
+    keeper.commit(range(4))
+    np.testing.assert_allclose(contents(keeper), contents(filled(three, CHAIN.tokens[:4])), atol=TOLERANCE)
+
+
+def test_limits_of_a_sequence_are_its_own(three: StaticEngine, pool: StaticPool) -> None:
+    """What one asks for beyond its region or its share harms nobody, itself included."""
+    greedy, other = pool.new_cache(), pool.new_cache()
+    chain = Tree(tuple(range(60)), tuple(range(-1, 59)))
+    for first in range(0, 48, 16):
+        three.score(chain.batch(pool.spec, 0, first, first + 16), greedy)
+    with pytest.raises(EngineError, match=r"56 speculative rows exceed the 53 .* each of 3 sequences: .*--widths"):
+        three.score(chain.batch(pool.spec, 0, 48, 56), greedy)
+    prefill(three, other, random_text(190))
+    with pytest.raises(EngineError, match=r"194 rows exceed the 192 cache slots .* for a sequence: .*--max-length"):
+        three.score(causal_batch(pool.spec, [1, 2, 3, 4], 190), other)
+    three.score(causal_batch(pool.spec, [1, 2], 190), other)
+    other.commit([0, 1])
+    assert (greedy.speculative, other.length) == (48, 192)
+
+
+def test_every_sequence_may_use_its_whole_share_at_once(three: StaticEngine, pool: StaticPool) -> None:
+    caches = [pool.new_cache() for _ in range(BATCH)]
+    chain = Tree(tuple(range(pool.share)), tuple(range(-1, pool.share - 1)))
+    for row in range(pool.share):
+        three.forward([Pass(three, chain.batch(pool.spec, 0, row, row + 1), cache) for cache in caches])
+    assert {cache.speculative for cache in caches} == {pool.share} == {53}
+
+
+def test_a_sequence_more_than_the_engine_was_built_for(three: StaticEngine, pool: StaticPool) -> None:
+    held = [pool.new_cache() for _ in range(BATCH)]
+    with pytest.raises(EngineError, match=r"all 3 sequences .* are in use: run fewer .*--max-batch"):
+        pool.new_cache()
+    held[1].close()
+    again = pool.new_cache()
+    with pytest.raises(EngineError, match="this cache was closed"):
+        three.score(causal_batch(three.spec, [1, 2], 0), held[1])
+    held[1].close()  # changes nothing: its region is another's by now
+    three.score(causal_batch(three.spec, [1, 2], 0), again)
+    with pytest.raises(EngineError, match="all 3 sequences"):
+        pool.new_cache()
+
+
+@pytest.mark.usefixtures("pool")
+def test_threads_do_not_see_each_other(three: StaticEngine) -> None:
+    """Each with a sequence of its own; outputs are read while another's pass runs."""
+
+    def work(seed: int, rounds: int) -> list[NDArray[np.float32]]:
+        cache, found = three.new_cache(), []
+        for _ in range(rounds):
+            cache.truncate(0)
+            prefill(three, cache, random_text(12, seed))
+            found.append(three.score(BUSHY.batch(three.spec, 12), cache).logits[:8])
+        cache.close()
+        return found
+
+    expected = [work(seed, 1)[0].copy() for seed in range(BATCH)]
+    with ThreadPoolExecutor(BATCH) as threads:
+        for found, alone in zip(threads.map(work, range(BATCH), [8] * BATCH), expected, strict=True):
+            np.testing.assert_allclose(found, [alone] * 8, atol=TOLERANCE)
+
+
+def scores(engine: StaticEngine) -> list[NDArray[np.float32]]:
+    """A text in chunks of several widths, and a tree behind it, twice: each over a cache of its own."""
+    found = []
+    for seed in range(2):
+        cache = filled(engine, random_text(32 + 8 + 4 + 2 + 1, seed))
+        found.append(score(engine, BUSHY.batch(engine.spec, cache.length), cache))
+        cache.close()
+    return found
+
+
+@pytest.mark.parametrize("max_batch", [1, BATCH])
+def test_the_first_passes_of_a_warm_engine_are_replayed(max_batch: int, opened: OpenStatic, gpu: Machine) -> None:
+    before = gpu.memory.used(DEVICE)
+    engine = opened(max_batch)
+    expected = scores(engine)
+    engine.close()
+    engine = opened(max_batch)
+    steps = engine.warm_up()
+    for step in steps:
+        step()
+    assert gpu.counts["captured"] and len(steps) == 2 * len(WIDTHS) - 1
+    gpu.counts.clear()
+    np.testing.assert_array_equal(scores(engine), expected)
+    assert gpu.counts["graph"] > 0 and gpu.counts["enqueue"] == gpu.counts["captured"] == 0
+    engine.close()
+    del engine, steps, step
+    gc.collect()
+    assert gpu.memory.used(DEVICE) <= before, "nothing is kept of a closed engine"
+
+
+def test_a_command_prepares_both_engines_and_shows_how_far_it_is(tmp_path: Path, gpu: Machine) -> None:
+    shown, chain = io.StringIO(), SpeculativeConfig("chain", budget="fixed", max_draft_len=4)
+    params, texts = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True), []
+    with demo_bundles(tmp_path, gpu) as open_llm:
+        for is_warm in (False, True):
+            with open_llm(1, chain) as llm:
+                if is_warm:
+                    warm_up(llm, Console(file=shown, width=80, force_terminal=True))
+                texts.append(llm.generate(["import os\n"], params)[0].token_ids)
+    assert texts[0] == texts[1] and "Preparing passes" in shown.getvalue()

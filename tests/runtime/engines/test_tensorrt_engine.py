@@ -1,25 +1,27 @@
-"""The TensorRT engine without TensorRT: generations over a stand-in package, what is refused, and with what advice.
+"""The TensorRT engine over a stand-in for its package: how plans are opened, what is refused, and with what advice.
 
 Nothing here runs a plan: that is what `make gpu-check` and tests marked `gpu` do on a machine with a GPU.
+Every TensorRT name this project uses exists in both packages and takes as many parameters as it is given.
 """
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
+import json
 import subprocess
 import sys
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
-import fake_tensorrt
 import numpy as np
 import pytest
-from bundling import DEMO
-from checkpoints import write_checkpoint
+from bundling import ROOT
 from cuda_driver.machine import Machine as Gpu
-from engine_parts import BUSHY, CAPACITY, WIDTHS, random_text
-from fake_tensorrt import HEADER, FakeTensorRT
+from engine_parts import BUSHY, CAPACITY, WIDTHS
+from fake_tensorrt import HEADER, CudaEngine, ExecutionContext, FakeTensorRT, RuntimeCache, RuntimeConfig
+from tensorrt_names import Names, Use, missing, overridden, public_names, uses
 
 from draftwood.builder.checkpoints.checkpoint import Checkpoint
 from draftwood.builder.engines.export import export
@@ -27,26 +29,13 @@ from draftwood.models import bindings
 from draftwood.models.errors import EngineError
 from draftwood.plugins.tensorrt import load_tensorrt
 from draftwood.plugins.tree_attention.library import MAGIC
-from draftwood.runtime import SamplingParams, SpecDecodeStats, SpeculativeConfig
-from draftwood.runtime.decoding.decoder import SpeculativeDecoder
-from draftwood.runtime.engines.base import Engine, EngineSpec
+from draftwood.runtime.engines.base import EngineSpec
 from draftwood.runtime.engines.compatibility import Kernel, LayerReport, Machine, TensorRTPlan, WidthFamily
-from draftwood.runtime.engines.onnx.onnxruntime import OnnxRuntimeEngine
 from draftwood.runtime.engines.static import tensorrt
 from draftwood.runtime.engines.static.tensorrt import RuntimeCacheFile, TensorRTEngine, profile_for
-from draftwood.runtime.sampling.random import seeded_streams
-from draftwood.runtime.sampling.sampler import Sampler
 
 FAMILIES = (WidthFamily(1, 1, 1), WidthFamily(2, 8, 16), WidthFamily(32, 32, 32))
 PLAN = TensorRTPlan("tensorrt-rtx", "1.7.1", ("8.9",), None, FAMILIES, 128, LayerReport(100, 0, 2, 4), False)
-GREEDY = SamplingParams(max_tokens=60, temperature=0, ignore_eos=True)
-CONFIGS = {
-    "chain": SpeculativeConfig("chain", budget="fixed", max_draft_len=4),
-    "tree": SpeculativeConfig("topk", budget="fixed", max_total_draft_tokens=15, max_draft_len=5),
-    "graph": SpeculativeConfig("topk", merge="gsd", budget="fixed", max_total_draft_tokens=24, max_draft_len=6),
-}
-
-
 pytestmark = pytest.mark.usefixtures("no_faults")
 
 
@@ -83,38 +72,6 @@ def machine(tmp_path: Path, gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> HostMa
     return made
 
 
-@pytest.fixture(scope="module")
-def gqa(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_checkpoint(tmp_path_factory.mktemp("gqa"), "gqa")
-
-
-def generate(
-    target: Engine, draft: Engine | None, config: SpeculativeConfig | None
-) -> tuple[list[int], SpecDecodeStats]:
-    stats, prompt = SpecDecodeStats(), random_text(70)
-    decoder = SpeculativeDecoder(target, draft, config, 400, ())
-    sampler = Sampler(GREEDY, prompt, (), target.spec.model.vocab_size)
-    chunks = decoder.generate(prompt, sampler, seeded_streams(0), stats)
-    return [token for chunk in chunks for token in chunk.token_ids], stats
-
-
-def test_speculation_gives_the_text_of_plain_decoding(machine: HostMachine, tmp_path: Path) -> None:
-    """And that of ONNX Runtime over the ordinary graph."""
-    checkpoint = Checkpoint(DEMO / bindings.TARGET)
-    export(checkpoint, bindings.TARGET, CAPACITY, tmp_path / "plain.onnx", lambda name: None)
-    outputs = bindings.output_names(bindings.TARGET)
-    spec = replace(machine.spec(checkpoint, bindings.TARGET), plan=None, outputs=outputs)
-    onnx = OnnxRuntimeEngine(tmp_path / "plain.onnx", spec)
-    engines = {role: machine.open(DEMO / role, role) for role in bindings.ROLES}
-    expected, _ = generate(onnx, None, None)
-    assert generate(engines[bindings.TARGET], None, None)[0] == expected
-    for name, config in CONFIGS.items():
-        tokens, stats = generate(engines[bindings.TARGET], engines[bindings.DRAFT], config)
-        assert tokens == expected, name
-        assert stats.num_accepted_tokens > 0, name
-    assert engines[bindings.TARGET].stream != engines[bindings.DRAFT].stream
-
-
 def test_an_execution_has_the_profile_of_its_width() -> None:
     assert [profile_for(FAMILIES, width) for width in (1, 2, 8, 16, 32)] == [0, 1, 1, 1, 2]
     overlapping = (WidthFamily(1, 1, 8), WidthFamily(1, 4, 8), WidthFamily(1, 8, 64))
@@ -147,23 +104,11 @@ def test_memory_of_an_open_engine(machine: HostMachine, gqa: Path) -> None:
     assert memory.device == memory.weights + memory.workspace + memory.kv_cache
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (
-            {"compute_capabilities": ("9.0",)},
-            r"built for SM 9\.0 .* Stand-in GPU is SM 8\.9: rebuild with --compute-capability 8",
-        ),
-        ({"version": "1.6.0"}, r"pip install 'tensorrt-rtx==1\.6\.0', or rebuild"),
-        ({"package": "tensorrt"}, r"tensorrt is not installed: pip install 'tensorrt==1\.7\.1'"),
-        ({"kernel": Kernel("0" * 64, "OTHER")}, r"attention kernel is of format OTHER .* rebuild"),
-    ],
-)
-def test_a_plan_for_another_machine_is_refused(
-    change: dict[str, Any], message: str, machine: HostMachine, gqa: Path
-) -> None:
-    machine.plan = PLAN._replace(**change)
-    with pytest.raises(EngineError, match=message):
+def test_a_plan_for_another_machine_is_refused(machine: HostMachine, gqa: Path) -> None:
+    """test_tensorrt_bundle.py has every obstacle."""
+    machine.plan = PLAN._replace(compute_capabilities=("9.0",))
+    built_for = r"built for SM 9\.0 .* Stand-in GPU is SM 8\.9: rebuild with --compute-capability 8"
+    with pytest.raises(EngineError, match=built_for):
         machine.open(gqa)
 
 
@@ -172,16 +117,11 @@ def test_a_plan_with_a_kernel_of_this_release_registers_the_plugin(
 ) -> None:
     registered: list[object] = []
     monkeypatch.setattr(tensorrt, "register", registered.append)
-    machine.open(gqa)
-    assert not registered
-    machine.plan = PLAN._replace(kernel=Kernel("0" * 64, MAGIC.decode()))
-    machine.open(gqa)
-    assert registered == [machine.package]
+    for kernel, count in ((None, 0), (Kernel("0" * 64, MAGIC.decode()), 1)):
+        machine.plan = PLAN._replace(kernel=kernel)
+        machine.open(gqa)
+        assert registered == [machine.package] * count
 
-
-def test_a_package_that_cannot_be_loaded_is_an_engine_error(
-    machine: HostMachine, gqa: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
     def missing(backend: str) -> None:
         raise ModuleNotFoundError("cannot be imported (libnvinfer.so.11): pip install 'draftwood[tensorrt]'")
 
@@ -190,9 +130,11 @@ def test_a_package_that_cannot_be_loaded_is_an_engine_error(
         machine.open(gqa)
 
 
-def test_opening_a_plan_needs_no_torch_onnx_or_triton() -> None:
+@pytest.mark.parametrize("module", ["runtime.engines.static.tensorrt", "plugins.tree_attention.plugin"])
+def test_running_an_engine_needs_no_torch_onnx_or_compiler(module: str) -> None:
+    """The kernels come with the engine."""
     code = (
-        "import sys; import draftwood.runtime.engines.static.tensorrt\n"
+        f"import sys; import draftwood.{module}\n"
         "heavy = {'torch', 'onnx', 'onnx_ir', 'onnxruntime', 'triton', 'tensorrt', 'tensorrt_rtx'}\n"
         "sys.exit(', '.join(heavy & set(sys.modules)) or None)"
     )
@@ -251,31 +193,131 @@ def test_kernels_that_cannot_be_kept_are_no_error(tmp_path: Path) -> None:
     assert cache.read() is None
 
 
-def test_the_stand_in_has_only_names_of_the_real_package(gpu: Gpu) -> None:
-    """Every attribute the engine was tested with exists in TensorRT-RTX."""
-    if importlib.util.find_spec("tensorrt_rtx") is None:
-        pytest.skip("needs the extra tensorrt-rtx")
-    trt = load_tensorrt("tensorrt-rtx")
-    real = {
-        fake_tensorrt.ExecutionContext: trt.IExecutionContext,
-        fake_tensorrt.RuntimeCache: trt.IRuntimeCache,
-        fake_tensorrt.RuntimeConfig: trt.IRuntimeConfig,
-        fake_tensorrt.CudaEngine: trt.ICudaEngine,
-    }
-    for stand_in, original in real.items():
-        names = {name for name in vars(stand_in) if not name.startswith("_")}
-        assert names and names <= set(dir(original)), original
-    assert {"num_io_tensors", "num_optimization_profiles"} <= set(dir(trt.ICudaEngine))
-    runtime = FakeTensorRT(gpu, FAMILIES, 128).Runtime(None)
-    assert vars(runtime).keys() <= set(dir(trt.Runtime))
-    for name in ("ExecutionContextAllocationStrategy", "TensorIOMode", "CudaGraphStrategy"):
-        assert vars(getattr(FakeTensorRT, name)).keys() <= set(dir(getattr(trt, name)))
-    assert hasattr(trt.DynamicShapesKernelSpecializationStrategy, "EAGER")
-    assert (trt.DataType.HALF.itemsize, trt.DataType.BF16.itemsize, trt.DataType.FLOAT.itemsize) == (2, 2, 4)
-
-
-def test_this_machine_names_the_kernels_it_runs() -> None:
+def test_this_machine_names_the_kernels_it_runs(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
     found = tensorrt.this_machine()
+    assert found.name == "Stand-in GPU"
+    monkeypatch.setattr(gpu, "is_present", False)
+    assert tensorrt.this_machine().name is None
     assert isinstance(found, Machine) and found.kernel == MAGIC.decode()
     for package in found.packages:
         assert importlib.util.find_spec(package.replace("-", "_")) is not None
+
+
+# By file: the variables that hold objects of the package, and their classes.
+FILES: dict[str, Mapping[str, str]] = {
+    "builder/engines/plan.py": {
+        "network": "INetworkDefinition",
+        "layer": "IAttentionInputLayer",
+        "layer.attention": "IAttention",
+    },
+    "builder/engines/tensorrt.py": {},
+    "plugins/tensorrt.py": {},
+    "plugins/tree_attention/plugin.py": {
+        "registry": "IPluginRegistry",
+        "found": "PluginTensorDesc",
+        "field": "PluginField",
+    },
+    "runtime/engines/static/tensorrt.py": {
+        "self._runtime": "Runtime",
+        "self._engine": "ICudaEngine",
+        "engine": "ICudaEngine",
+        "config": "IRuntimeConfig",
+        "context": "IExecutionContext",
+        "self._context": "IExecutionContext",
+        "self._cache": "IRuntimeCache",
+    },
+}
+# Asked of TensorRT-RTX only: what it compiles on first use, and why it refuses a plan.
+RTX_ONLY = {
+    (owner, name)
+    for owner, names in {
+        "": "DynamicShapesKernelSpecializationStrategy CudaGraphStrategy",
+        "Runtime": "engine_header_size get_engine_validity",
+        "DynamicShapesKernelSpecializationStrategy": "EAGER",
+        "CudaGraphStrategy": "DISABLED",
+        "IRuntimeConfig": "dynamic_shapes_kernel_specialization_strategy cuda_graph_strategy create_runtime_cache"
+        " set_runtime_cache",
+        "IRuntimeCache": "serialize deserialize",
+        "IExecutionContext": "is_stream_capturable",
+        "BuilderFlag": "REQUIRE_USER_ALLOCATION",
+    }.items()
+    for name in names.split()
+}
+
+
+@pytest.fixture(scope="module")
+def rtx() -> Names:
+    if importlib.util.find_spec("tensorrt_rtx") is None:
+        pytest.skip("needs the package tensorrt-rtx")
+    return public_names(load_tensorrt("tensorrt-rtx"))
+
+
+@pytest.fixture(scope="module")
+def listed() -> Names:
+    """Names of TensorRT 11.4, written by tensorrt_names.py."""
+    file = ROOT / "tests" / "support" / "tensorrt_11_names.json"
+    names: Names = json.loads(file.read_text(encoding="utf-8"))
+    return names
+
+
+@pytest.fixture(scope="module")
+def used() -> list[Use]:
+    found = [use for name, receivers in FILES.items() for use in uses(ROOT / name, receivers)]
+    assert len(found) > 60
+    return found
+
+
+def test_every_name_is_offered_by_tensorrt_rtx_and_all_but_its_own_by_tensorrt_11(
+    rtx: Names, listed: Names, used: list[Use]
+) -> None:
+    assert missing(used, rtx) == []
+    assert missing([use for use in used if (use.owner, use.name) not in RTX_ONLY], listed) == []
+    absent = {(use.owner, use.name) for use in missing(used, listed)}
+    assert absent == RTX_ONLY, "RTX_ONLY names something that TensorRT has, or that nobody uses"
+
+
+def test_the_callbacks_exist_in_both(rtx: Names, listed: Names) -> None:
+    """A method that overrides nothing would never be called."""
+    for name in FILES:
+        for callback in overridden(ROOT / name, rtx):
+            assert callback.name in listed[callback.owner], callback
+    classes = {callback.owner for name in FILES for callback in overridden(ROOT / name, rtx)}
+    assert classes >= {
+        "IProgressMonitor",
+        "ILogger",
+        "IPluginV3OneBuildV2",
+        "IPluginV3OneRuntime",
+        "IPluginCreatorV3One",
+    }
+
+
+def test_the_stand_in_has_only_names_of_the_real_package(rtx: Names) -> None:
+    """Every attribute the engine was tested with exists in TensorRT-RTX."""
+    real = {
+        "IExecutionContext": ExecutionContext,
+        "IRuntimeCache": RuntimeCache,
+        "IRuntimeConfig": RuntimeConfig,
+        "ICudaEngine": CudaEngine,
+        "": FakeTensorRT,
+        **{name: vars(FakeTensorRT)[name] for name in ("TensorIOMode", "CudaGraphStrategy")},
+    }
+    for owner, stand_in in real.items():
+        own = {name for name in vars(stand_in) if not name.startswith("_")} - {"deserialize"}
+        assert own and own <= rtx[owner].keys(), owner
+    assert {"num_io_tensors", "num_optimization_profiles"} <= rtx["ICudaEngine"].keys()
+
+
+@pytest.mark.parametrize(
+    ("source", "problem"),
+    [
+        ("trt.Bilder(logger)", ("", "Bilder")),
+        ("trt.Runtime()", ("", "Runtime")),
+        ("trt.LayerType.ATTENTION_IMPUT", ("LayerType", "ATTENTION_IMPUT")),
+        ("engine.get_tensor_mode(1, 2, 3)", ("ICudaEngine", "get_tensor_mode")),
+    ],
+)
+def test_a_wrong_name_is_found(source: str, problem: tuple[str, str], listed: Names, tmp_path: Path) -> None:
+    """Negative control."""
+    (tmp_path / "code.py").write_text(source)
+    wrong = missing(list(uses(tmp_path / "code.py", {"engine": "ICudaEngine"})), listed)
+    assert [(use.owner, use.name) for use in wrong] == [problem]

@@ -16,9 +16,9 @@ from typing import Any
 import pytest
 
 from .kernels import Kernel, Launched, parameter_values, ptx_kernel
-from .machine import CONTEXT, NAME, Function, Machine, new_function
-from .memory import DEVICE, PINNED, Span
-from .status import INVALID_IMAGE, INVALID_VALUE, NO_DEVICE, NOT_FOUND, TEXTS, Refused
+from .machine import CONTEXT, NAME, Machine, new_function
+from .machine import Function as LoadedFunction
+from .memory import DEVICE, INVALID_IMAGE, INVALID_VALUE, NO_DEVICE, NOT_FOUND, PINNED, TEXTS, Refused, Span
 
 HANDLE, HANDLES, NUMBER, NUMBERS, SIZE = c_uint64, POINTER(c_uint64), c_int, POINTER(c_int), c_size_t
 SIZES = POINTER(c_size_t)
@@ -29,156 +29,134 @@ ANYWHERE |= {"cuDevicePrimaryCtxRetain", "cuCtxSetCurrent", "cuCtxGetCurrent"}
 IN_CAPTURE = {"cuCtxGetDevice", "cuMemsetD8Async", "cuMemcpyHtoDAsync", "cuMemcpyDtoHAsync", "cuLaunchKernel"}
 IN_CAPTURE |= {"cuStreamEndCapture"}  # every other function may wait for the device
 
-SIGNATURES: dict[str, tuple[Any, ...]] = {
-    "cuInit": (c_uint,),
-    "cuGetErrorString": (NUMBER, POINTER(c_char_p)),
-    "cuDeviceGet": (NUMBERS, NUMBER),
-    "cuDeviceGetName": (POINTER(c_char), NUMBER, NUMBER),
-    "cuDeviceGetAttribute": (NUMBERS, NUMBER, NUMBER),
-    "cuDevicePrimaryCtxRetain": (HANDLES, NUMBER),
-    "cuCtxSetCurrent": (HANDLE,),
-    "cuCtxGetCurrent": (HANDLES,),
-    "cuCtxGetDevice": (NUMBERS,),
-    "cuMemAlloc": (HANDLES, SIZE),
-    "cuMemFree": (HANDLE,),
-    "cuMemHostAlloc": (HANDLES, SIZE, c_uint),
-    "cuMemFreeHost": (HANDLE,),
-    "cuMemGetInfo": (SIZES, SIZES),
-    "cuMemsetD8Async": (HANDLE, c_ubyte, SIZE, HANDLE),
-    "cuMemcpyHtoDAsync": (HANDLE, HANDLE, SIZE, HANDLE),
-    "cuMemcpyDtoHAsync": (HANDLE, HANDLE, SIZE, HANDLE),
-    "cuStreamCreate": (HANDLES, c_uint),
-    "cuStreamSynchronize": (HANDLE,),
-    "cuStreamBeginCapture": (HANDLE, NUMBER),
-    "cuStreamEndCapture": (HANDLE, HANDLES),
-    "cuGraphInstantiateWithFlags": (HANDLES, HANDLE, c_uint64),
-    "cuGraphDestroy": (HANDLE,),
-    "cuGraphExecDestroy": (HANDLE,),
-    "cuGraphLaunch": (HANDLE, HANDLE),
-    "cuModuleLoadData": (HANDLES, HANDLE),
-    "cuModuleGetFunction": (HANDLES, HANDLE, c_char_p),
-    "cuFuncSetAttribute": (HANDLE, NUMBER, NUMBER),
-    "cuLaunchKernel": (HANDLE, *(c_uint,) * 7, HANDLE, HANDLE, HANDLE),
-}
+Function = tuple[tuple[Any, ...], Callable[..., object]]  # types of the parameters, and what is done
 
 
-class Driver:
-    """The functions of SIGNATURES over a machine."""
+def put(pointer: Any, value: Any) -> None:
+    """Answer by a pointer to a number."""
+    pointer[0] = value
 
-    def __init__(self, machine: Machine) -> None:
-        self._machine = machine
 
-    def cuInit(self, flags: int) -> None:
-        if not self._machine.is_present:
+def span(address: int, nbytes: int) -> Span:
+    return Span(address, address + nbytes)
+
+
+def functions(machine: Machine) -> dict[str, Function]:
+    """The driver's functions over a machine. One that is refused raises Refused."""
+    memory, streams = machine.memory, machine.streams
+
+    def initialize(flags: int) -> None:
+        if not machine.is_present:
             raise Refused(NO_DEVICE)
 
-    def cuGetErrorString(self, status: int, text: Any) -> None:
-        text[0] = TEXTS.get(status, b"error %d" % status)
-
-    def cuDeviceGet(self, device: Any, index: int) -> None:
-        device[0] = index
-
-    def cuDeviceGetName(self, name: Any, length: int, device: int) -> None:
-        ctypes.memmove(name, NAME + b"\0", min(length, len(NAME) + 1))
-
-    def cuDeviceGetAttribute(self, value: Any, attribute: int, device: int) -> None:
-        if attribute not in self._machine.attributes:
+    def get_attribute(value: Any, attribute: int, device: int) -> None:
+        if attribute not in machine.attributes:
             raise Refused(INVALID_VALUE, f"the device has no attribute {attribute}")
-        value[0] = self._machine.attributes[attribute]
+        value[0] = machine.attributes[attribute]
 
-    def cuDevicePrimaryCtxRetain(self, context: Any, device: int) -> None:
-        context[0] = CONTEXT
-
-    def cuCtxSetCurrent(self, context: int) -> None:
-        self._machine.context = context
-
-    def cuCtxGetCurrent(self, context: Any) -> None:
-        context[0] = self._machine.context
-
-    def cuCtxGetDevice(self, device: Any) -> None:
-        device[0] = 0
-
-    def cuMemAlloc(self, address: Any, nbytes: int) -> None:
-        address[0] = self._machine.memory.take(DEVICE, nbytes)
-
-    def cuMemFree(self, address: int) -> None:
-        self._machine.free(DEVICE, address)
-
-    def cuMemHostAlloc(self, address: Any, nbytes: int, flags: int) -> None:
-        address[0] = self._machine.memory.take(PINNED, nbytes)
-
-    def cuMemFreeHost(self, address: int) -> None:
-        self._machine.free(PINNED, address)
-
-    def cuMemGetInfo(self, free: Any, total: Any) -> None:
-        memory = self._machine.memory
+    def get_free(free: Any, total: Any) -> None:
         free[0], total[0] = memory.total - memory.used(DEVICE), memory.total
 
-    def cuMemsetD8Async(self, address: int, value: int, nbytes: int, stream: int) -> None:
-        self._machine.fill(Span(address, address + nbytes), value, stream)
-
-    def cuMemcpyHtoDAsync(self, target: int, source: int, nbytes: int, stream: int) -> None:
-        self._machine.upload(Span(target, target + nbytes), Span(source, source + nbytes), stream)
-
-    def cuMemcpyDtoHAsync(self, target: int, source: int, nbytes: int, stream: int) -> None:
-        self._machine.download(Span(target, target + nbytes), Span(source, source + nbytes), stream)
-
-    def cuStreamCreate(self, stream: Any, flags: int) -> None:
+    def create_stream(stream: Any, flags: int) -> None:
         if flags != NON_BLOCKING:
             raise Refused(INVALID_VALUE, "a stream that waits for the default stream")
-        stream[0] = self._machine.streams.create()
+        stream[0] = streams.create()
 
-    def cuStreamSynchronize(self, stream: int) -> None:
-        self._machine.synchronize(stream)
-
-    def cuStreamBeginCapture(self, stream: int, mode: int) -> None:
-        self._machine.streams.begin(stream, mode)
-
-    def cuStreamEndCapture(self, stream: int, graph: Any) -> None:
+    def end_capture(stream: int, graph: Any) -> None:
         graph[0] = 0
-        graph[0] = self._machine.end_capture(stream)
+        graph[0] = machine.end_capture(stream)
 
-    def cuGraphInstantiateWithFlags(self, executable: Any, graph: int, flags: int) -> None:
-        executable[0] = self._machine.new_graph(self._machine.graph(graph))
+    def destroy(graph: int) -> None:
+        machine.graph(graph)
+        del machine.graphs[graph]
 
-    def cuGraphDestroy(self, graph: int) -> None:
-        self._machine.graph(graph)
-        del self._machine.graphs[graph]
+    def replay(graph: int, stream: int) -> None:
+        machine.submit(machine.graph(graph), stream, "graph")
 
-    def cuGraphExecDestroy(self, graph: int) -> None:
-        self.cuGraphDestroy(graph)
-
-    def cuGraphLaunch(self, graph: int, stream: int) -> None:
-        self._machine.submit(self._machine.graph(graph), stream, "graph")
-
-    def cuModuleLoadData(self, module: Any, image: int) -> None:
+    def load(module: Any, image: int) -> None:
         content = ctypes.string_at(image)  # up to a zero byte, which ends PTX
-        kernels = self._machine.images.get(content)
+        kernels = machine.images.get(content)
         if kernels is None:
-            if not self._machine.takes_ptx or b".version" not in content:
+            if not machine.takes_ptx or b".version" not in content:
                 raise Refused(INVALID_IMAGE)
             kernels = (ptx_kernel(content.decode()),)
-        module[0] = self._machine.handle(kernels)
+        module[0] = machine.handle(kernels)
 
-    def cuModuleGetFunction(self, function: Any, module: int, name: bytes) -> None:
-        kernels: tuple[Kernel, ...] = self._machine.get(module, tuple)
+    def get_function(function: Any, module: int, name: bytes) -> None:
+        kernels: tuple[Kernel, ...] = machine.get(module, tuple)
         found = [kernel for kernel in kernels if kernel.name == name.decode()]
         if not found:
             raise Refused(NOT_FOUND, f"a module without {name.decode()}")
-        function[0] = self._machine.handle(new_function(found[0]))
+        function[0] = machine.handle(new_function(found[0]))
 
-    def cuFuncSetAttribute(self, function: int, attribute: int, value: int) -> None:
+    def set_attribute(function: int, attribute: int, value: int) -> None:
         if attribute == MAX_SHARED:
-            self._machine.get(function, Function).limits[0] = value
+            machine.get(function, LoadedFunction).limits[0] = value
 
-    def cuLaunchKernel(self, function: int, *arguments: int) -> None:
+    def launch(function: int, *arguments: int) -> None:
         gx, gy, gz, bx, by, bz, shared, stream, pointers, extra = arguments
-        found: Function = self._machine.get(function, Function)
+        found: LoadedFunction = machine.get(function, LoadedFunction)
         if extra or 0 in arguments[:6] or bx * by * bz > 1024:
             raise Refused(INVALID_VALUE, f"a launch of {found.kernel.name} with {arguments}")
         values = parameter_values(pointers, found.kernel.sizes)
         launched = Launched(found.kernel.name, (gx, gy, gz), (bx, by, bz), shared, values)
-        self._machine.launch(found, launched, stream)
+        machine.launch(found, launched, stream)
+
+    return {
+        "cuInit": ((c_uint,), initialize),
+        "cuGetErrorString": (
+            (NUMBER, POINTER(c_char_p)),
+            lambda status, text: put(text, TEXTS.get(status, b"error %d" % status)),
+        ),
+        "cuDeviceGet": ((NUMBERS, NUMBER), put),
+        "cuDeviceGetName": (
+            (POINTER(c_char), NUMBER, NUMBER),
+            lambda name, length, device: ctypes.memmove(name, NAME + b"\0", min(length, len(NAME) + 1)),
+        ),
+        "cuDeviceGetAttribute": ((NUMBERS, NUMBER, NUMBER), get_attribute),
+        "cuDevicePrimaryCtxRetain": ((HANDLES, NUMBER), lambda context, device: put(context, CONTEXT)),
+        "cuCtxSetCurrent": ((HANDLE,), lambda context: setattr(machine, "context", context)),
+        "cuCtxGetCurrent": ((HANDLES,), lambda context: put(context, machine.context)),
+        "cuCtxGetDevice": ((NUMBERS,), lambda device: put(device, 0)),
+        "cuMemAlloc": ((HANDLES, SIZE), lambda address, nbytes: put(address, memory.take(DEVICE, nbytes))),
+        "cuMemFree": ((HANDLE,), lambda address: machine.free(DEVICE, address)),
+        "cuMemHostAlloc": (
+            (HANDLES, SIZE, c_uint),
+            lambda address, nbytes, flags: put(address, memory.take(PINNED, nbytes)),
+        ),
+        "cuMemFreeHost": ((HANDLE,), lambda address: machine.free(PINNED, address)),
+        "cuMemGetInfo": ((SIZES, SIZES), get_free),
+        "cuMemsetD8Async": (
+            (HANDLE, c_ubyte, SIZE, HANDLE),
+            lambda address, value, nbytes, stream: machine.fill(span(address, nbytes), value, stream),
+        ),
+        "cuMemcpyHtoDAsync": (
+            (HANDLE, HANDLE, SIZE, HANDLE),
+            lambda target, source, nbytes, stream: machine.upload(span(target, nbytes), span(source, nbytes), stream),
+        ),
+        "cuMemcpyDtoHAsync": (
+            (HANDLE, HANDLE, SIZE, HANDLE),
+            lambda target, source, nbytes, stream: machine.download(span(target, nbytes), span(source, nbytes), stream),
+        ),
+        "cuStreamCreate": ((HANDLES, c_uint), create_stream),
+        "cuStreamSynchronize": ((HANDLE,), machine.synchronize),
+        "cuStreamBeginCapture": ((HANDLE, NUMBER), streams.begin),
+        "cuStreamEndCapture": ((HANDLE, HANDLES), end_capture),
+        "cuGraphInstantiateWithFlags": (
+            (HANDLES, HANDLE, c_uint64),
+            lambda executable, graph, flags: put(executable, machine.new_graph(machine.graph(graph))),
+        ),
+        "cuGraphDestroy": ((HANDLE,), destroy),
+        "cuGraphExecDestroy": ((HANDLE,), destroy),
+        "cuGraphLaunch": (
+            (HANDLE, HANDLE),
+            lambda graph, stream: machine.submit(machine.graph(graph), stream, "graph"),
+        ),
+        "cuModuleLoadData": ((HANDLES, HANDLE), load),
+        "cuModuleGetFunction": ((HANDLES, HANDLE, c_char_p), get_function),
+        "cuFuncSetAttribute": ((HANDLE, NUMBER, NUMBER), set_attribute),
+        "cuLaunchKernel": ((HANDLE, *(c_uint,) * 7, HANDLE, HANDLE, HANDLE), launch),
+    }
 
 
 @functools.cache
@@ -201,21 +179,22 @@ def stand_in() -> Machine:
     path.unlink()
     path.parent.rmdir()
     machine = Machine()
-    callbacks = [provided(library, machine, name) for name in SIGNATURES]
+    callbacks = [provided(library, machine, name, *each) for name, each in functions(machine).items()]
     internal.load_nvidia_dynamic_lib = lambda name: SimpleNamespace(_handle_uint=library._handle, callbacks=callbacks)
     machine.handles[0] = library, callbacks  # as long as the process lives
     return machine
 
 
-def provided(library: ctypes.CDLL, machine: Machine, name: str) -> Any:
+def provided(
+    library: ctypes.CDLL, machine: Machine, name: str, types: tuple[Any, ...], function: Callable[..., object]
+) -> Any:
     """Make a function of the driver one of the library's; what must be kept alive for it."""
-    function: Callable[..., None] = getattr(Driver(machine), name)
 
     def call(*arguments: Any) -> None:
         if name not in ANYWHERE:
             machine.enter(name, forbidden_in_capture=name not in IN_CAPTURE)
         function(*arguments)
 
-    callback = ctypes.CFUNCTYPE(c_int, *SIGNATURES[name])(functools.partial(machine.answer, call))
+    callback = ctypes.CFUNCTYPE(c_int, *types)(functools.partial(machine.answer, call))
     assert library.provide(name.encode(), ctypes.cast(callback, ctypes.c_void_p))
     return callback

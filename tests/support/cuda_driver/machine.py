@@ -14,21 +14,26 @@ import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
 from draftwood.models.errors import EngineError
 
 from .kernels import STATIC_SHARED, Kernel, Launched, pointed
-from .memory import DEVICE, PINNED, Memory, Span, joined
-from .status import (
+from .memory import (
     CAPTURE_INVALIDATED,
     CAPTURE_UNSUPPORTED,
+    DEVICE,
     ILLEGAL_ADDRESS,
     INVALID_CONTEXT,
     INVALID_HANDLE,
     INVALID_VALUE,
     OK,
+    PINNED,
+    Memory,
     Refused,
+    Span,
+    joined,
 )
 from .streams import Streams, Work
 
@@ -144,28 +149,23 @@ class Machine:
         self.streams.synchronize(stream)
 
     def fill(self, target: Span, value: int, stream: int) -> None:
-        def submitted() -> tuple[Callable[[], None], Callable[[], None]]:
-            return lambda: void(ctypes.memset(target.start, value, target.end - target.start)), nothing
-
-        self.submit([Work(ZEROING, submitted, (), (target,))], stream, "memset")
+        run = partial(ctypes.memset, target.start, value, target.end - target.start)
+        self.submit([Work(ZEROING, lambda: (run, nothing), (), (target,))], stream, "memset")
 
     def upload(self, target: Span, source: Span, stream: int) -> None:
         """A copy to the device. The host must not change the source until it has waited."""
         self.memory.require(source, PINNED, "the source of an upload")
         self.memory.require(target, DEVICE, "the target of an upload")
 
-        def submitted() -> tuple[Callable[[], None], Callable[[], None]]:
+        def submitted() -> tuple[Callable[[], object], Callable[[], None]]:
             self.counts["upload bytes"] += source.end - source.start
             digest = zlib.crc32(source.read())
-
-            def run() -> None:
-                ctypes.memmove(target.start, source.start, source.end - source.start)
 
             def seen() -> None:
                 if zlib.crc32(source.read()) != digest:
                     raise Refused(INVALID_VALUE, "the source of an upload changed before the host had waited")
 
-            return run, seen
+            return partial(ctypes.memmove, target.start, source.start, source.end - source.start), seen
 
         self.submit([Work("an upload", submitted, (source,), (target,))], stream, "upload")
 
@@ -174,7 +174,7 @@ class Machine:
         self.memory.require(source, DEVICE, "the source of a download")
         self.memory.require(target, PINNED, "the target of a download")
 
-        def submitted() -> tuple[Callable[[], None], Callable[[], None]]:
+        def submitted() -> tuple[Callable[[], object], Callable[[], None]]:
             self.counts["download bytes"] += source.end - source.start
             ctypes.memset(target.start, GARBAGE, target.end - target.start)
             content: list[bytes] = []
@@ -202,10 +202,8 @@ class Machine:
         self.launches.append(launched)
         writes = tuple(block.span for block in pointed(launched.values, self.memory))
 
-        def submitted() -> tuple[Callable[[], None], Callable[[], None]]:
-            return lambda: kernel.run(launched, self.memory), nothing
-
-        self.submit([Work(kernel.name, submitted, (), writes)], stream, "launch")
+        run = partial(kernel.run, launched, self.memory)
+        self.submit([Work(kernel.name, lambda: (run, nothing), (), writes)], stream, "launch")
 
     def end_capture(self, stream: int) -> int:
         capture = self.streams.end(stream)
@@ -224,10 +222,6 @@ class Machine:
         if handle not in self.graphs:
             raise Refused(INVALID_HANDLE, f"{handle:#x} is no graph, or was destroyed")
         return self.graphs[handle]
-
-
-def void(result: object) -> None:
-    """A result that nobody asked for."""
 
 
 def nothing() -> None:

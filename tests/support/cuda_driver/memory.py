@@ -11,8 +11,6 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from .status import INVALID_VALUE, OUT_OF_MEMORY, Refused
-
 DEVICE, PINNED = "device", "page-locked"
 ALIGNMENT = 512
 POISON = 0xFF  # what memory holds that nobody wrote: NaN in every floating type
@@ -109,3 +107,27 @@ def array_at(address: int, shape: tuple[int, ...], dtype: Any) -> NDArray[Any]:
     block: NDArray[np.uint8] = np.ctypeslib.as_array((ctypes.c_uint8 * nbytes).from_address(address))
     viewed: NDArray[Any] = block.view(dtype).reshape(shape)
     return viewed
+
+
+OK = 0
+INVALID_VALUE = 1
+OUT_OF_MEMORY = 2
+NO_DEVICE = 100
+INVALID_IMAGE = 200
+INVALID_CONTEXT = 201
+INVALID_HANDLE = 400
+NOT_FOUND = 500
+ILLEGAL_ADDRESS = 700
+CAPTURE_UNSUPPORTED = 900
+CAPTURE_INVALIDATED = 901
+CAPTURE_WRONG_THREAD = 908
+
+TEXTS = {OUT_OF_MEMORY: b"out of memory", CAPTURE_UNSUPPORTED: b"operation not permitted when stream is capturing"}
+
+
+class Refused(Exception):
+    """A call that is answered with an error. reason: what the caller did wrong, None where it did nothing wrong."""
+
+    def __init__(self, status: int, reason: str | None = None) -> None:
+        super().__init__(reason)
+        self.status, self.reason = status, reason

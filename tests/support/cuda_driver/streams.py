@@ -13,8 +13,7 @@ from dataclasses import dataclass, field
 from random import Random
 from typing import NamedTuple
 
-from .memory import Span
-from .status import CAPTURE_UNSUPPORTED, CAPTURE_WRONG_THREAD, INVALID_HANDLE, Refused
+from .memory import CAPTURE_UNSUPPORTED, CAPTURE_WRONG_THREAD, INVALID_HANDLE, Refused, Span
 
 GLOBAL, THREAD_LOCAL = 0, 1  # capture modes: who must not call what may disturb a capture
 AT_ONCE = 0.3  # how probable it is that the device does a piece of work while the host queues another
@@ -25,7 +24,7 @@ class Work(NamedTuple):
     sees when it has waited."""
 
     name: str
-    submitted: Callable[[], tuple[Callable[[], None], Callable[[], None]]]
+    submitted: Callable[[], tuple[Callable[[], object], Callable[[], None]]]
     reads: tuple[Span, ...]
     writes: tuple[Span, ...]
 
@@ -46,7 +45,7 @@ class Capture:
 class Stream:
     """queue: what has not run. unawaited: what was queued since the host's last wait, and what it then sees."""
 
-    queue: deque[Callable[[], None]] = field(default_factory=deque)
+    queue: deque[Callable[[], object]] = field(default_factory=deque)
     unawaited: list[tuple[Work, Callable[[], None]]] = field(default_factory=list)
     capture: Capture | None = None
 

@@ -13,11 +13,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from .faults import Divergent, InFlight, Undefined
-from .memory import CTA, THREAD_BITS, WARP, Bytes, GlobalMemory, Numbers, Touch
-from .parser import Address, Instruction, Operand, Program, Vector
-from .products import Products
-from .shared import SharedMemory
+from .memory import CTA, THREAD_BITS, WARP, Bytes, GlobalMemory, Numbers, Products, SharedMemory, Touch
+from .parser import Address, Divergent, InFlight, Instruction, Operand, Program, Undefined, Vector
 from .values import TYPES, Values
 
 Mask = NDArray[np.bool_]

@@ -9,9 +9,8 @@ import numpy as np
 
 from . import transfers, warps, wgmma
 from .execution import Launch, Machine, Run, reader
-from .faults import Fault, Undefined
 from .memory import Bytes, GlobalMemory
-from .parser import Instruction, Program
+from .parser import Fault, Instruction, Program, Undefined
 from .values import Compute, Values, resolve
 
 LANES = 2048  # threads that run together, at least one CTA

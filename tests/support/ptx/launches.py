@@ -1,4 +1,4 @@
-"""Runs the project's kernels by the executor: calls of tree attention, and moves of rows of a cache."""
+"""Runs the project's kernels by the executor: calls of tree attention."""
 
 from __future__ import annotations
 
@@ -13,12 +13,10 @@ from numpy.typing import NDArray
 
 from draftwood.plugins.tree_attention.operands import ATTENTION, COMBINE, Argument, Operands, Pointer, arguments
 from draftwood.plugins.tree_attention.plan import Variant, plan_launch
-from draftwood.runtime.engines.static.cuda import THREADS, mover_arguments, vector_bytes
-from draftwood.runtime.engines.static.device import CacheGeometry, RowMove
 
 from .execution import Launch
 from .grid import parameter_bytes, run_grid
-from .images import Image, attention_image, mover_image
+from .images import Image, attention_image
 from .memory import GlobalMemory
 
 Images = Callable[[str, Variant], Image]
@@ -100,18 +98,3 @@ def as_bytes(value: Argument) -> tuple[str, int | float]:
     if isinstance(value, Pointer):
         return "<Q", value.address
     return ("<f", value) if isinstance(value, float) else ("<i", value)
-
-
-def moved_by_kernel(
-    content: NDArray[Any], geometry: CacheGeometry, sources: NDArray[Any], targets: NDArray[Any]
-) -> NDArray[np.uint8]:
-    """A cache after a move of rows, as `CudaDevice.move_rows` launches it."""
-    memory = GlobalMemory(content.nbytes + (1 << 14))
-    address, width = memory.reserve("the cache", content.nbytes, alignment=256), vector_bytes(geometry.row_bytes)
-    memory.fill(address, content)
-    image = mover_image(width)
-    blocks = -(-geometry.tensors * geometry.heads * (geometry.row_bytes // width) // THREADS)
-    for values in mover_arguments(RowMove(address, geometry, sources, targets), width):
-        parameters = parameter_bytes(image.program, (value.tobytes() for value in values))
-        run_grid(image.program, Launch((blocks, 1, 1), THREADS, 0, parameters), memory)
-    return memory.get(address, content.nbytes)

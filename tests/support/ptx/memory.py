@@ -9,12 +9,14 @@ per thread.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from .faults import InFlight, Misaligned, OutOfBounds, Race
+from .parser import InFlight, Misaligned, OutOfBounds, Race
+from .values import Values
 
 Numbers = NDArray[np.int64]
 Bytes = NDArray[np.uint8]
@@ -219,3 +221,127 @@ class GlobalMemory:
 def columns(allocations: Sequence[Allocation]) -> tuple[Numbers, Numbers, NDArray[np.bool_]]:
     starts, ends = (np.array([each[i] for each in allocations], np.int64) for i in (1, 2))
     return starts, ends, np.array([each.writable for each in allocations], np.bool_)
+
+
+@dataclass(slots=True)
+class Copy:
+    """One `cp.async`: threads that issued it, places, values to come, and each thread's number of its group."""
+
+    threads: Numbers
+    places: Numbers
+    values: Bytes
+    groups: Numbers
+    text: str
+
+
+class SharedMemory:
+    """nbytes for each of `ctas`, whose `threads` each are numbered one CTA after the other."""
+
+    def __init__(self, nbytes: int, ctas: int, threads: int) -> None:
+        self.nbytes = nbytes
+        self.stride = nbytes + -nbytes % 1024
+        self.bytes = Tracked(self.stride * ctas)
+        self.base: Numbers = np.repeat(np.arange(ctas, dtype=np.int64) * self.stride, threads)
+        self.committed: Numbers = np.zeros(ctas * threads, np.int64)
+        self.copies: list[Copy] = []
+
+    def places(self, threads: Numbers, addresses: Numbers, width: int, text: str) -> Numbers:
+        """Where the threads' addresses are. Raises Misaligned and OutOfBounds."""
+        if (addresses % width).any():
+            raise Misaligned(f"{text}: {int(addresses[addresses % width != 0][0])} is no multiple of {width}")
+        outside = (addresses < 0) | (addresses + width > self.nbytes)
+        if outside.any():
+            raise OutOfBounds(f"{text}: byte {int(addresses[outside][0])} of {self.nbytes} of shared memory")
+        return addresses + self.base[threads]
+
+    def read(self, threads: Numbers, addresses: Numbers, width: int, touch: Touch) -> Bytes:
+        return self.bytes.read(self.places(threads, addresses, width, touch.text), width, touch)
+
+    def write(self, threads: Numbers, addresses: Numbers, values: Bytes, touch: Touch) -> None:
+        self.bytes.write(self.places(threads, addresses, values.shape[1], touch.text), values, touch)
+
+    def copy(self, threads: Numbers, addresses: Numbers, values: Bytes, touch: Touch) -> None:
+        """Begins an asynchronous copy."""
+        places = self.places(threads, addresses, values.shape[1], touch.text)
+        self.bytes.start(places, values.shape[1], touch)
+        self.copies.append(Copy(threads, places, values, self.committed[threads], touch.text))
+
+    def commit(self, threads: Numbers) -> None:
+        """The copies of these threads since the last commit become their next group."""
+        self.committed[threads] += 1
+
+    def wait(self, active: NDArray[np.bool_], pending: int, stamps: Numbers) -> None:
+        """The active threads' copies end, but those of their last `pending` groups. stamps: of every thread."""
+        remaining = []
+        for copy in self.copies:
+            done = active[copy.threads] & (copy.groups < self.committed[copy.threads] - pending)
+            self.bytes.finish(copy.places[done], copy.values[done], stamps[copy.threads[done], None])
+            if not done.all():
+                keep = ~done
+                kept = copy.threads[keep], copy.places[keep], copy.values[keep], copy.groups[keep]
+                remaining.append(Copy(*kept, copy.text))
+        self.copies = remaining
+
+    def end(self) -> None:
+        """Raises InFlight if a copy is still under way when the CTAs end."""
+        if self.copies:
+            raise InFlight(f"{self.copies[0].text}: nobody awaited this copy before the kernel ended")
+
+
+class Products:
+    """results, sources: registers with their values and the number of their group. reading: places in shared memory
+    that products since the last commit read; groups: those of committed groups that nobody awaited."""
+
+    def __init__(self) -> None:
+        self.results: dict[str, tuple[Values, int]] = {}
+        self.sources: dict[str, tuple[Values, int]] = {}
+        self.reading: list[Numbers] = []
+        self.groups: list[list[Numbers]] = []
+        self.committed = 0
+        self._fenced: dict[str, Values] = {}
+
+    def fence(self, registers: dict[str, Values]) -> None:
+        """What these registers hold now may be used by products."""
+        self._fenced = dict(registers)
+
+    def take(self, registers: dict[str, Values], name: str, text: str) -> Values | None:
+        """An accumulator, None if nobody wrote it; nobody may touch it from now on. Raises InFlight."""
+        if name in self.results:
+            return self.results[name][0]
+        if name not in registers:
+            return None
+        if self._fenced.get(name) is not registers[name]:
+            raise InFlight(f"{text}: {name} was written after the last wgmma.fence")
+        return registers.pop(name)
+
+    def read(self, values: Values, name: str, text: str) -> None:
+        """A register of A, which nobody may change from now on. Raises InFlight."""
+        if self._fenced.get(name) is not values:
+            raise InFlight(f"{text}: {name} was written after the last wgmma.fence")
+        self.sources[name] = values, self.committed
+
+    def commit(self) -> None:
+        self.groups.append(self.reading)
+        self.reading = []
+        self.committed += 1
+
+    def wait(self, pending: int, registers: dict[str, Values], shared: Tracked, stamp: int, text: str) -> None:
+        """All but the last `pending` groups end. Raises InFlight for registers that were touched meanwhile."""
+        readers = shared.readers.reshape(-1, 2)
+        while len(self.groups) > pending:
+            for places in self.groups.pop(0):
+                readers[places // 2] = stamp
+        for places in (*self.reading, *(each for group in self.groups for each in group)):
+            readers[places // 2] = IN_FLIGHT
+        finished = self.committed - pending
+        for name, (values, group) in list(self.sources.items()):
+            if group < finished:
+                if registers.get(name) is not values:
+                    raise InFlight(f"{text}: {name} was written while a product read it")
+                del self.sources[name]
+        for name, (values, group) in list(self.results.items()):
+            if group < finished:
+                if name in registers:
+                    raise InFlight(f"{text}: {name} was written while a product accumulated in it")
+                registers[name] = values
+                del self.results[name]

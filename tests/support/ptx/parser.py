@@ -1,4 +1,5 @@
-"""Reads the PTX text of one kernel (PTX ISA 9, the part that compilers of this project emit)."""
+"""Reads the PTX text of one kernel (PTX ISA 9, the part that compilers of this project emit); what a kernel may do
+wrong."""
 
 from __future__ import annotations
 
@@ -7,8 +8,6 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
-
-from .faults import Undefined
 
 WIDTHS = {"pred": 1, "b8": 1, "b16": 2, "b32": 4, "b64": 8, "f32": 4, "f64": 8, "u32": 4, "u64": 8}
 KINDS: dict[str, type[np.generic]] = {
@@ -130,3 +129,31 @@ def operand(text: str) -> Operand:
     if found is None:
         raise Undefined(f"{text}: no address that the executor knows")
     return Address(found[1], int(found[2] or 0))
+
+
+class Fault(Exception):
+    """A kernel broke a rule of the machine; the message begins with the instruction."""
+
+
+class OutOfBounds(Fault):
+    """An address outside every allocation, or a write to one that is only read."""
+
+
+class Misaligned(Fault):
+    """An address that is no multiple of the access's size."""
+
+
+class Race(Fault):
+    """Two threads touched the same byte, at least one of them wrote, and no barrier lies between."""
+
+
+class InFlight(Fault):
+    """Bytes or registers of an asynchronous operation were touched before its end was awaited."""
+
+
+class Divergent(Fault):
+    """Threads that must execute an instruction together did not."""
+
+
+class Undefined(Fault):
+    """A register was read before it was written, or an instruction is not known to the executor."""

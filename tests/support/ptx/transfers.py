@@ -7,8 +7,7 @@ from collections.abc import Callable
 import numpy as np
 
 from .execution import Machine, Run, address, number, numpy_type, reader, registers
-from .faults import OutOfBounds, Undefined
-from .parser import Address, Instruction, Program, Vector
+from .parser import Address, Instruction, OutOfBounds, Program, Undefined, Vector
 from .values import Values
 
 SPACES: dict[str, type[np.generic]] = {"global": np.uint64, "shared": np.uint32}

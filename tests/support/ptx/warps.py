@@ -5,9 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from .execution import Machine, Run, address, number, reader, registers
-from .faults import Undefined
 from .memory import WARP, Numbers
-from .parser import Instruction, Program
+from .parser import Instruction, Program, Undefined
 from .values import HALVES, TYPES, Values
 
 

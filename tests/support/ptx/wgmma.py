@@ -14,9 +14,8 @@ from typing import NamedTuple
 import numpy as np
 
 from .execution import Machine, Run, reader, registers
-from .faults import Race, Undefined
 from .memory import IN_FLIGHT, THREADS, WARP, Bytes, Numbers, Touch
-from .parser import Instruction, Operand, Program, Vector
+from .parser import Instruction, Operand, Program, Race, Undefined, Vector
 from .values import HALVES, Values
 from .warps import halves, literal
 

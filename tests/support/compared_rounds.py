@@ -1,17 +1,18 @@
-"""Rounds above temperature 0, by the host's proposer and verifiers, and by the kernels, which the driver in libcuda's
-place executes from their PTX."""
+"""Rounds by the host's proposer and verifiers, and by the kernels, which the driver in libcuda's place executes from
+their PTX."""
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import pytest
 from cuda_driver.machine import Machine
 from enumeration import Distribution, ReplayedStream, outcomes
 from fakes import FakeCache
-from scripted_rounds import DeviceRounds, RankingEngine, Scorer
+from scripted_rounds import VOCABULARY, DeviceRounds, RankingEngine, Scorer
 from uniforms import UniformStream, uniform_streams
 
 from draftwood.plugins.device_round.images import image
@@ -25,7 +26,7 @@ from draftwood.runtime.decoding.whole_rounds import (
     use_draws,
 )
 from draftwood.runtime.engines.passes import run
-from draftwood.runtime.engines.rounds import RoundDraws, RoundShape
+from draftwood.runtime.engines.rounds import BEST, RoundDraws, RoundShape
 from draftwood.runtime.engines.static import cuda
 from draftwood.runtime.sampling.random import RandomStreams
 from draftwood.runtime.sampling.sampler import Sampler, ScoredRows
@@ -37,23 +38,45 @@ from draftwood.runtime.speculation.growers.gsd import NO_MERGER
 from draftwood.runtime.speculation.growers.specdecpp import Fixed
 from draftwood.runtime.speculation.planning.calibration import Calibration
 from draftwood.runtime.speculation.proposer import DraftProposer
-from draftwood.runtime.speculation.verifier import VERIFIERS, Acceptance
+from draftwood.runtime.speculation.verifier import VERIFIERS, Acceptance, match_best
 
 PROMPT = (3, 1, 4, 1, 5)
+GREEDY = SamplingParams(temperature=0)
+Models = tuple[Scorer, Scorer]  # target and draft
+
+
+def scoring(
+    seed: int = 1,
+    num_logits: int = 700,
+    kept_tokens: Sequence[int] = (),
+    step: float = 0.0,
+    share: float = 0.8,
+    columns: int = 18,
+    gaps: bool = False,
+) -> Models:
+    """See Scorer."""
+    draft = Scorer(seed, len(kept_tokens) or num_logits, columns, step=step, gaps=gaps)
+    return Scorer(seed + 100, num_logits, columns, draft, kept_tokens, share, step, gaps), draft
+
+
+def ranking(seed: int = 1, ties: bool = False, kept_tokens: Sequence[int] = ()) -> Models:
+    """For rounds at temperature 0."""
+    return scoring(seed, VOCABULARY, kept_tokens, 1.0 if ties else 0.0, columns=6, gaps=True)
 
 
 class HostRounds:
-    """The same rounds by the proposer and the verifier."""
+    """The rounds of a text by the proposer and the verifier."""
 
     def __init__(
-        self, shape: RoundShape, target: Scorer, draft: Scorer, params: SamplingParams, kept_tokens: tuple[int, ...]
+        self, shape: RoundShape, models: Models, params: SamplingParams, kept_tokens: Sequence[int], text: Sequence[int]
     ) -> None:
+        target, draft = models
         vocabulary = target.num_logits
         self._shape, self._target = shape, RankingEngine(target, vocabulary)
-        self._cache, self._text = FakeCache(), list(PROMPT)
-        self._proposer = DraftProposer(RankingEngine(draft, vocabulary, kept_tokens), self._text)
-        self._cache.committed = list(PROMPT[:-1])
-        self._sampler = Sampler(params, PROMPT, (), vocabulary)
+        self._cache, self._text = FakeCache(), list(text)
+        self._proposer = DraftProposer(RankingEngine(draft, vocabulary, tuple(kept_tokens)), self._text)
+        self._cache.committed = list(text[:-1])
+        self._sampler = Sampler(params, text, (), vocabulary)
         run(self._proposer.read())
         self.calibration = Calibration()
 
@@ -63,15 +86,17 @@ class HostRounds:
 
     def run(self, streams: RandomStreams) -> tuple[TokenTree, Acceptance]:
         depth, size, width, verify, is_drawn, _, is_tree = self._shape
-        graph = TokenGraph(self._text[-1])
+        graph, is_best = TokenGraph(self._text[-1]), verify == BEST
         grower: Grower = StaticTree(chain(depth)) if is_drawn else BestFirst(size, depth, width, NO_MERGER)
         if is_tree:
             grower = DySpecLayers(size, depth, width, self.calibration)
-        run(self._proposer.propose(graph, grower, Fixed(), self._sampler, streams.draft))
+        run(self._proposer.propose(graph, grower, Fixed(), self._sampler, streams.draft, is_best))
         self.num_drawn = len(graph) - 1 if is_drawn else 0
         tree = unroll(graph, size, depth)
-        output = self._target.score(tree.to_batch(self._target.spec, self._cache.length, False), self._cache)
-        acceptance = VERIFIERS[verify](tree, ScoredRows(self._sampler, output.logits), streams)
+        output = self._target.score(tree.to_batch(self._target.spec, self._cache.length, is_best), self._cache)
+        assert output.top_ids is not None
+        rows = ScoredRows(self._sampler, output.logits)
+        acceptance = match_best(tree, output.top_ids[:, 0]) if is_best else VERIFIERS[verify](tree, rows, streams)
         self._cache.commit([0, *acceptance.rows])
         self._proposer.commit(tree, acceptance.rows)
         self._text += [*(tree.token_ids[row] for row in acceptance.rows), acceptance.next_token]
@@ -81,47 +106,47 @@ class HostRounds:
 
 def numbers_of(
     shape: RoundShape, params: SamplingParams, streams: RandomStreams, calibration: Calibration | None = None
-) -> RoundDraws:
-    """What a round of this shape draws with."""
+) -> RoundDraws | None:
+    """What a round of this shape draws with; None at temperature 0."""
     settings = settings_of(params)
-    assert settings is not None, "at temperature 0 nothing is drawn"
-    return draws_of(shape, shape.most_draws, settings, uniforms_of(streams), calibration)
+    return None if settings is None else draws_of(shape, shape.most_draws, settings, uniforms_of(streams), calibration)
 
 
 def compared(
     gpu: Machine,
     shape: RoundShape,
-    params: SamplingParams,
-    num_logits: int = 700,
-    kept_tokens: tuple[int, ...] = (),
+    models: Models,
+    params: SamplingParams = GREEDY,
+    kept_tokens: Sequence[int] = (),
+    texts: Sequence[Sequence[int]] = (PROMPT,),
+    rounds: int = 6,
     seed: int = 1,
-    rounds: int = 5,
-    step: float = 0.0,
-    share: float = 0.8,
+    **area: Any,
 ) -> int:
-    """Rounds of the host and of the device, in turn. step, share: see Scorer. Returns the number of accepted tokens."""
-    draft = Scorer(seed, len(kept_tokens) or num_logits, 18, step=step)
-    target = Scorer(seed + 100, num_logits, 18, draft, kept_tokens, share, step)
-    host = HostRounds(shape, target, draft, params, kept_tokens)
-    device = DeviceRounds(gpu, shape, target, draft, PROMPT, kept_tokens)
+    """Rounds of the host, text by text, and of the device, in turn; the first one is queued, the others are replayed.
+    area: see DeviceRounds. Returns the number of accepted tokens."""
+    hosts = [HostRounds(shape, models, params, kept_tokens, text) for text in texts]
+    device = DeviceRounds(gpu, shape, *models, texts, kept_tokens, **area)
     ours, theirs = uniform_streams(seed), uniform_streams(seed)
-    accepted = 0
-    learned = Calibration()
+    accepted, learned, is_best = 0, Calibration(), shape.verify == BEST
+    gpu.counts.clear()
     for _ in range(rounds):
-        tree, acceptance = host.run(ours)
-        outcome = device.run(numbers_of(shape, params, theirs, learned))
-        found = tree_of(outcome)
-        for field in ("token_ids", "parents", "depths", "children"):
-            assert getattr(found, field) == getattr(tree, field), field
-        np.testing.assert_allclose(found.shares, tree.shares, rtol=1e-9)
-        assert acceptance_of(outcome) == acceptance
-        assert device.pending == host.pending
-        use_draws(outcome, uniforms_of(theirs))
-        for mine, other in zip(ours, theirs, strict=True):
-            assert isinstance(mine, UniformStream) and isinstance(other, UniformStream)
-            assert mine.taken == other.taken
-        learned.update(found, acceptance.rows)
-        accepted += len(acceptance.rows)
+        for host, outcome in zip(hosts, device.run(numbers_of(shape, params, theirs, learned)), strict=True):
+            tree, acceptance = host.run(ours)
+            found = tree_of(outcome)
+            for field in ("token_ids", "parents", "depths", "children", *(("merged", "certain") if is_best else ())):
+                assert getattr(found, field) == getattr(tree, field), field
+            np.testing.assert_allclose(found.shares, tree.shares, rtol=1e-7 if is_best else 1e-9)
+            assert acceptance_of(outcome) == acceptance
+            if not is_best:
+                use_draws(outcome, uniforms_of(theirs))
+                learned.update(found, acceptance.rows)
+            for mine, other in zip(ours, theirs, strict=True):
+                assert isinstance(mine, UniformStream) and isinstance(other, UniformStream)
+                assert mine.taken == other.taken
+            accepted += len(acceptance.rows)
+        assert device.pending == [host.pending for host in hosts]
+    assert gpu.counts["wait"] == rounds and gpu.counts["graph"] == rounds - 1
     return accepted
 
 
@@ -139,11 +164,11 @@ def measured(
     cells are then the same but for EDGE."""
     draft = Scorer(5, num_logits, num_logits)
     target = Scorer(6, num_logits, num_logits, draft, share=0.5)
-    device, sampler = DeviceRounds(gpu, shape, target, draft, PROMPT), Sampler(params, PROMPT, (), num_logits)
+    device, sampler = DeviceRounds(gpu, shape, target, draft, [PROMPT]), Sampler(params, PROMPT, (), num_logits)
     cells: list[tuple[int, list[tuple[float, float]]]] = []
 
     def cell(streams: RandomStreams) -> tuple[int, ...]:
-        host = HostRounds(shape, target, draft, params, ())
+        host = HostRounds(shape, (target, draft), params, (), PROMPT)
         tree, acceptance = host.run(streams)
         assert isinstance(streams.draft, ReplayedStream)
         cells.append((host.num_drawn, streams.draft.bounds))
@@ -172,14 +197,16 @@ def measured(
             parts = numbers[:drawn], numbers[drawn : drawn + tests], numbers[drawn + tests :]
             unused = ([0.5] * (count - len(part)) for part, count in zip(parts, most, strict=True))
             streams = RandomStreams(*(UniformStream([*part, *more]) for part, more in zip(parts, unused, strict=True)))
-            device.restart(PROMPT)
-            outcome = device.run(numbers_of(shape, params, streams, Calibration()))
+            device.restart([PROMPT])
+            (outcome,) = device.run(numbers_of(shape, params, streams, Calibration()))
             add(found, tuple(outcome.written), probability / 2)
     return found, expected
 
 
-def changed(kernels: Sequence[str], old: str, new: str, patch: pytest.MonkeyPatch) -> None:
-    """Run another text of these kernels' PTX."""
-    texts = {name: image(name)._replace(text=image(name).text.replace(old, new)) for name in kernels}
-    assert all(text.text != image(name).text for name, text in texts.items())
-    patch.setattr(cuda, "image", lambda name: texts.get(name) or image(name))
+def changed(kernel: str, old: str, new: str, patch: pytest.MonkeyPatch) -> None:
+    """Run another text of a kernel's PTX."""
+    original = image(kernel)
+    other = original._replace(text=original.text.replace(old, new))
+    assert other.text != original.text
+    before = vars(cuda)["image"]
+    patch.setattr(cuda, "image", lambda name: other if name == kernel else before(name))
