@@ -37,8 +37,8 @@ TimePass = Callable[[Engine, Any, int], float]
 ROWS = (1, 8)  # of a plain round, and of a round with a usual proposal
 CONTEXT = 64
 REPEATS, UNCOUNTED = 15, 2  # the first passes bind buffers and wake threads
-MOST_PARAMETERS = 12_000_000  # of the layer
-MOST_NARROW = 256  # a layer is not made narrower
+MAX_PARAMETERS = 12_000_000  # of the layer
+MAX_NARROW = 256  # a layer is not made narrower
 VOCABULARY = 256
 
 
@@ -92,7 +92,7 @@ def one_layer(model: LlamaConfig) -> LlamaConfig:
         draft_vocab_size=None,
         draft_context=None,
     )
-    while num_weights(config) > MOST_PARAMETERS and config.hidden_size >= 2 * MOST_NARROW:
+    while num_weights(config) > MAX_PARAMETERS and config.hidden_size >= 2 * MAX_NARROW:
         kv_heads = max(1, config.num_kv_heads // 2)
         config = replace(
             config,

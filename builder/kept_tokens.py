@@ -16,7 +16,7 @@ from ..models.plain_files import lines_of, read_plain
 from ..runtime.text.tokenizer import Tokenizer
 from .distillation.state import GIVEN, WrittenText
 
-MOST_TEXT = 64 << 20  # bytes: some 15 million tokens, which take about a minute
+MAX_TEXT = 64 << 20  # bytes: some 15 million tokens, which take about a minute
 PIECE = 1 << 16  # characters that are tokenized at a time: the tokenizers library takes 256 bytes for each
 LINES = (".jsonl", ".ndjson")  # endings of files of JSON lines
 
@@ -61,8 +61,8 @@ def kept_tokens(order: NDArray[np.int64], size: int, always: Iterable[int], opti
 
 
 def is_ascii_character(token: str) -> bool:
-    """Whether a token of a vocabulary is a character of ASCII, alone or behind a space, or a space. SentencePiece lists
-    its characters behind all merges."""
+    """Whether a token of a vocabulary is a character of ASCII, alone or after a space, or a space. SentencePiece lists
+    its characters after all merges."""
     bare = token.lstrip("\u2581\u0120")  # how SentencePiece and byte-level BPE write a space
     return len(token) <= 2 and len(bare) <= 1 and bare.isascii()
 
@@ -71,7 +71,7 @@ def frequencies(tokenizer: Tokenizer, vocab_size: int, file: Path) -> NDArray[np
     """How often each token occurs in a file of text, or in the strings of a file of JSON lines, int64 [V]. Raises
     ConfigError where the file cannot be read."""
     try:
-        content = read_plain(file, MOST_TEXT).decode("utf-8-sig")
+        content = read_plain(file, MAX_TEXT).decode("utf-8-sig")
         texts = strings_of_lines(content) if file.suffix.lower() in LINES else iter([content])
         counts = np.zeros(vocab_size, np.int64)
         for piece in pieces(texts):

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from ..models.bindings import BITS, DRAFT, LOW_BIT, ROLES, TARGET
 from ..models.errors import ConfigError, EngineError, nearest
-from ..runtime.bundle.checks import MOST_BATCH, MOST_ROWS
+from ..runtime.bundle.checks import MAX_BATCH, MAX_ROWS
 from ..runtime.engines.backends import BACKENDS, COMPILED
 from .engines.plan import CompileOptions
 from .setting import setting
@@ -111,10 +111,10 @@ class BuildOptions:
             raise ConfigError(f"widths must ascend from 1, not {','.join(map(str, self.widths))}")
         if self.widths[-1] < 2:
             raise ConfigError("widths must reach 2, because a proposed token and the token before it are two rows")
-        if self.widths[-1] > MOST_ROWS:
-            raise ConfigError(f"widths must be at most {MOST_ROWS}, not {self.widths[-1]}")
-        if self.max_batch > MOST_BATCH:
-            raise ConfigError(f"max_batch must be at most {MOST_BATCH}, not {self.max_batch}")
+        if self.widths[-1] > MAX_ROWS:
+            raise ConfigError(f"widths must be at most {MAX_ROWS}, not {self.widths[-1]}")
+        if self.max_batch > MAX_BATCH:
+            raise ConfigError(f"max_batch must be at most {MAX_BATCH}, not {self.max_batch}")
         if self.max_length is not None and self.max_length < 2:
             raise ConfigError(f"max_length must be at least 2 (one token in, one out), not {self.max_length}")
         if self.calibration is not None and not any(map(self.is_calibrated, self.roles)):

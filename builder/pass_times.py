@@ -60,8 +60,8 @@ def thinned_out(widths: Sequence[int]) -> tuple[int, ...]:
 def interpolated(
     widths: Sequence[int], measured: Sequence[int], seconds: Sequence[float], before: Sequence[Sequence[float]]
 ) -> tuple[float, ...]:
-    """Seconds of passes of all widths behind a context, where only some widths were measured. before: seconds of all
-    widths behind each shorter context. Each measured time is a multiple of that behind the shortest context; the
+    """Seconds of passes of all widths after a context, where only some widths were measured. before: seconds of all
+    widths after each shorter context. Each measured time is a multiple of that after the shortest context; the
     multiples of the other widths are interpolated."""
     if len(measured) == len(widths):
         return tuple(seconds)

@@ -25,7 +25,7 @@ from .progress import Begin, Step
 CONTEXTS = (64, 512, 1536)  # and the longest one of a bundle for longer texts
 LONGEST = 8192  # of the contexts that are measured unasked: its cache must fit beside the weights
 REPEATS = 9
-BRIEF_SECONDS = 2.0  # of a build, for the passes behind one context, and for the rounds that tell the host's time
+BRIEF_SECONDS = 2.0  # of a build, for the passes after one context, and for the rounds that tell the host's time
 TEMPERATURES = (0.0, 1.0)
 TOKENS = (3, 15)  # of proposals whose rounds give the host's time per round and per token
 TURNS, ROUNDS = 5, 12  # of each kind of rounds
@@ -55,8 +55,8 @@ def measure(
     seconds: float = math.inf,
 ) -> CostModel:
     """Measure every width of both engines after each context that fits. begin: called for every step. contexts: those
-    of `contexts_of` if none are named. seconds: to measure briefly, about so long behind one context, of which every
-    width has an equal share, and so long for the time of the host. A few widths are then enough behind all contexts but
+    of `contexts_of` if none are named. seconds: to measure briefly, about so long after one context, of which every
+    width has an equal share, and so long for the time of the host. A few widths are then enough after all contexts but
     the first.
 
     Raises ConfigError if no context fits.
@@ -76,7 +76,7 @@ def measure(
     few = sorted({width for engine in pair.engines.values() for width in thinned_out(engine.spec.widths)})
     for context in fitting:
         asked = few if context > fitting[0] and math.isfinite(seconds) else widths
-        advance = begin(Step(f"Passes behind {context} tokens", len(asked) * repeats))
+        advance = begin(Step(f"Passes after {context} tokens", len(asked) * repeats))
         found = measure_after(pair, context, asked, repeats, advance, seconds / len(widths))
         for role, passes in found.items():
             every, measured = pair.engines[role].spec.widths, passes.widths
@@ -160,7 +160,7 @@ def host_rounds(
     counts, whose prompt is a sequence of tokens that begins again. limit: seconds, after which two rounds suffice."""
     decoder = SpeculativeDecoder(pair.engines[TARGET], pair.engines.get(DRAFT), config, pair.max_length, ())
     vocab_size = pair.engines[TARGET].spec.model.vocab_size
-    given = 0 if config is None or config.drafts else config.max_given  # tokens of each lookup
+    given = 0 if config is None or config.drafts else config.max_lookup  # tokens of each lookup
     found: list[float] = []
     start = perf_counter()
 

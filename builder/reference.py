@@ -46,7 +46,7 @@ class Reference:
             self._rows = module(self._rows, self._rotary, self._attend, index)
 
     def scored(self) -> Scored:
-        """The rows behind the last layer, scored."""
+        """The rows after the last layer, scored."""
         network, config = self._network, self._config
         norm = norm_of(network.norm, config)
         norm.load_state_dict({"weight": self._read(network.norm.weight)}, assign=True)

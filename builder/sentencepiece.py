@@ -16,7 +16,7 @@ from ..runtime.text.tokenizer_check import UNIGRAM_BYTES, VOCABULARY_BYTES, text
 SPACE = "▁"  # SentencePiece writes a space as this letter
 UNIGRAM, BPE = 1, 2  # sentencepiece_model.proto, TrainerSpec.ModelType
 CONTROL, USER_DEFINED, BYTE = 3, 4, 6  # SentencePiece.Type
-MOST_MERGED = 1 << 24  # characters that all merges lead to; those of 262,144 pieces lead to 4 million
+MAX_MERGED = 1 << 24  # characters that all merges lead to; those of 262,144 pieces lead to 4 million
 
 
 class Piece(NamedTuple):
@@ -124,9 +124,9 @@ def bpe_model(model: Pieces) -> models.Model:
         splits = ((vocabulary.get(text[:cut]), vocabulary.get(text[cut:])) for cut in range(1, len(text)))
         known = sorted((first, second) for first, second in splits if first is not None and second is not None)
         merges += [(score, split) for split in known]
-        if (merged := merged + len(known) * len(text)) > MOST_MERGED:
+        if (merged := merged + len(known) * len(text)) > MAX_MERGED:
             raise CheckpointError(
-                f"the tokens of the vocabulary can be cut in too many ways, into more than {MOST_MERGED} characters: "
+                f"the tokens of the vocabulary can be cut in too many ways, into more than {MAX_MERGED} characters: "
                 "copy the model's own tokenizer"
             )
     merges.sort(key=lambda merge: -merge[0])

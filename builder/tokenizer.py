@@ -13,7 +13,7 @@ from tokenizers import AddedToken
 from tokenizers import Tokenizer as TokenizerJson
 
 from ..models.errors import BundleError, CheckpointError, ConfigError, shown
-from ..models.plain_files import MOST_JSON, MOST_TOKENIZER, check_plain, parse_object, read_plain
+from ..models.plain_files import MAX_JSON, MAX_TOKENIZER, check_plain, parse_object, read_plain
 from ..runtime.text.tokenizer import (
     DEFAULT,
     SETTINGS,
@@ -28,14 +28,14 @@ from .sentencepiece import put_around, read_sentencepiece, tokenizer_of
 
 SENTENCEPIECE, ADDED = "tokenizer.model", "added_tokens.json"
 TOKENIZER_FILES = (TOKENIZER, SENTENCEPIECE, SETTINGS, TEMPLATE, ADDED)  # that are read of a checkpoint
-TEMPLATES, MOST_TEMPLATES = "additional_chat_templates", 16  # a folder of templates by name, and its most files
+TEMPLATES, MAX_TEMPLATES = "additional_chat_templates", 16  # a folder of templates by name, and its most files
 
 
 def convert_tokenizer(source: Path, destination: Path) -> Tokenizer:
     """Write a checkpoint's tokenizer into a folder, and open it there. Raises CheckpointError naming the fix."""
     try:
         for name in TOKENIZER_FILES:
-            check_plain_file(source / name, MOST_TOKENIZER if name == TOKENIZER else MOST_JSON)
+            check_plain_file(source / name, MAX_TOKENIZER if name == TOKENIZER else MAX_JSON)
         if (source / TOKENIZER).is_file():
             copy_with_added(source, destination)
         elif (source / SENTENCEPIECE).is_file():
@@ -63,7 +63,7 @@ def copy_with_added(source: Path, destination: Path) -> None:
     if not listed:
         return
     try:
-        content = parse_object(read_plain(source / TOKENIZER, MOST_TOKENIZER), strict=True)
+        content = parse_object(read_plain(source / TOKENIZER, MAX_TOKENIZER), strict=True)
         vocabulary, added = content["model"]["vocab"], content["added_tokens"]
         known = vocabulary if isinstance(vocabulary, dict) else {text: at for at, (text, _) in enumerate(vocabulary)}
         there, count = {entry["content"] for entry in added}, len(added)
@@ -75,7 +75,7 @@ def copy_with_added(source: Path, destination: Path) -> None:
             continue
         own = known.get(token.content, last + 1)
         if index not in (None, own):
-            raise other_model(source, token.content, index, f"would have {own} behind those of {TOKENIZER}")
+            raise other_model(source, token.content, index, f"would have {own} after those of {TOKENIZER}")
         flags = {name: getattr(token, name) for name in ("lstrip", "normalized", "rstrip", "single_word", "special")}
         added.append({"id": own, "content": token.content, **flags})
         there.add(token.content)
@@ -104,10 +104,10 @@ def other_model(folder: Path, text: str, index: int | None, found: str) -> Check
 def additional_templates(source: Path) -> list[Path]:
     """The files of a checkpoint's further chat templates."""
     files = sorted((source / TEMPLATES).glob("*.jinja"))
-    if len(files) > MOST_TEMPLATES:
-        raise CheckpointError(f"{source / TEMPLATES} has {len(files)} chat templates and may have {MOST_TEMPLATES}")
+    if len(files) > MAX_TEMPLATES:
+        raise CheckpointError(f"{source / TEMPLATES} has {len(files)} chat templates and may have {MAX_TEMPLATES}")
     for file in files:
-        check_plain_file(file, MOST_JSON)
+        check_plain_file(file, MAX_JSON)
     return files
 
 

@@ -35,7 +35,7 @@ from ..runtime.sampling.sampler import Sampler
 from ..runtime.speculation.named import PLAIN, parse
 from ..runtime.speculation.planning.cost import CostModel
 from ..runtime.speculation.planning.drift import Drift
-from ..runtime.speculation.planning.experience import Experience
+from ..runtime.speculation.planning.history import History
 from ..runtime.text.tokenizer import Tokenizer
 from .files import check_writable, files_of, read, write
 from .live import costs_note
@@ -96,7 +96,7 @@ def run(args: argparse.Namespace) -> int:
             bundle.manifest.max_length,
             bundle.manifest.eos_token_ids,
             costs,
-            experience=Experience(Drift(costs)),
+            history=History(Drift(costs)),
         )
     eos, vocab_size = bundle.manifest.eos_token_ids, target.spec.model.vocab_size
     runs: dict[str, list[Run]] = {name: [] for name in configs}

@@ -147,8 +147,8 @@ def tables(costs: CostModel) -> Iterator[str | Table]:
 
 def table(passes: PassCosts) -> Table:
     """Milliseconds of an engine's passes, with one line per number of rows."""
-    behind = (f"behind {context}" for context in passes.contexts)
-    result = Table("rows", *behind, box=box.SIMPLE, pad_edge=False)
+    after = (f"after {context}" for context in passes.contexts)
+    result = Table("rows", *after, box=box.SIMPLE, pad_edge=False)
     for column in result.columns:
         column.justify = "right"
     for width, *seconds in zip(passes.widths, *passes.seconds, strict=True):

@@ -11,7 +11,7 @@ from .fields import MOST, Settings, optional_int, positive_int, positive_number,
 from .rope_scaling import LONGROPE, RopeScaling, read_rope_scaling, read_theta, scaled_context
 
 NEWER = ("variant", "draft_vocab_size", "draft_context")  # fields that older releases do not know
-LEAST_DRAFT_CONTEXT = 16  # tokens
+MIN_DRAFT_CONTEXT = 16  # tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,9 +110,9 @@ class LlamaConfig:
                 f"config.json: draft_vocab_size ({draft_vocab_size}) is more than vocab_size ({vocab_size})"
             )
         draft_context = optional_int(config, "draft_context")
-        if draft_context is not None and draft_context < LEAST_DRAFT_CONTEXT:
+        if draft_context is not None and draft_context < MIN_DRAFT_CONTEXT:
             raise CheckpointError(
-                f"config.json: draft_context must be at least {LEAST_DRAFT_CONTEXT}, found {draft_context}"
+                f"config.json: draft_context must be at least {MIN_DRAFT_CONTEXT}, found {draft_context}"
             )
         return cls(
             vocab_size=vocab_size,

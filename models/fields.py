@@ -22,8 +22,8 @@ MOST = {
     "max_position_embeddings": 1 << 27,
     "original_max_position_embeddings": 1 << 27,
 }
-MOST_EOS = 1024  # ids that end a text
-LEAST_NUMBER, MOST_NUMBER = 1e-30, 1e30  # limits of other numbers: squares and reciprocals are finite
+MAX_EOS = 1024  # ids that end a text
+MIN_NUMBER, MAX_NUMBER = 1e-30, 1e30  # limits of other numbers: squares and reciprocals are finite
 
 
 def positive_int(config: Settings, name: str, most: int | None = None) -> int:
@@ -40,12 +40,11 @@ def optional_int(config: Settings, name: str) -> int | None:
 
 
 def positive_number(name: str, value: Any) -> float:
-    """A number from LEAST_NUMBER to MOST_NUMBER. Raises CheckpointError that names it."""
+    """A number from MIN_NUMBER to MAX_NUMBER. Raises CheckpointError that names it."""
     number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not number or not LEAST_NUMBER <= value <= MOST_NUMBER:
+    if not number or not MIN_NUMBER <= value <= MAX_NUMBER:
         raise CheckpointError(
-            f"config.json: {name} must be a positive number from {LEAST_NUMBER:g} to {MOST_NUMBER:g}, "
-            f"found {brief(value)}"
+            f"config.json: {name} must be a positive number from {MIN_NUMBER:g} to {MAX_NUMBER:g}, found {brief(value)}"
         )
     return float(value)
 
@@ -58,7 +57,7 @@ def switch(config: Settings, name: str) -> bool:
     return bool(value)
 
 
-def token_ids(config: Settings, name: str, most: int = MOST_EOS, file: str = "config.json") -> tuple[int, ...]:
+def token_ids(config: Settings, name: str, most: int = MAX_EOS, file: str = "config.json") -> tuple[int, ...]:
     """A setting that is one token id or a list of at most `most` ids; absent and null mean none. The id -1, which some
     checkpoints write for no token, is kept. Raises CheckpointError. file: its name in the error."""
     value = config.get(name)

@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, NoReturn
 
-MOST_JSON = 16 << 20  # bytes of a file of settings
-MOST_TOKENIZER = 64 << 20  # bytes of tokenizer.json; the largest published ones have 35 MB
+MAX_JSON = 16 << 20  # bytes of a file of settings
+MAX_TOKENIZER = 64 << 20  # bytes of tokenizer.json; the largest published ones have 35 MB
 
 
 def check_plain(file: Path, most: int | None = None) -> None:
@@ -51,7 +51,7 @@ def read_plain(file: Path, most: int, own: bool = False) -> bytes:
     return content
 
 
-def read_object(file: Path, most: int = MOST_JSON, own: bool = False) -> dict[str, Any]:
+def read_object(file: Path, most: int = MAX_JSON, own: bool = False) -> dict[str, Any]:
     """Read the object in a JSON file. own: see `read_plain`; such a file must hold finite numbers only. Raises as
     `read_plain` does, and ValueError for any other content."""
     return parse_object(read_plain(file, most, own), own)

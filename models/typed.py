@@ -11,7 +11,7 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 
 LARGEST = 1 << 53  # integer: what every reader of JSON can hold
 HUGE = sys.float_info.max
-MOST_CHARACTERS, MOST_ITEMS = 4096, 1 << 16  # of a string, of a list or object
+MAX_CHARACTERS, MAX_ITEMS = 4096, 1 << 16  # of a string, of a list or object
 
 
 def typed(kind: Any, value: Any, where: str) -> Any:
@@ -21,9 +21,9 @@ def typed(kind: Any, value: Any, where: str) -> Any:
     origin, arguments = get_origin(kind), get_args(kind)
     if origin in (Union, types.UnionType):
         return of_union(arguments, value, where)
-    if origin is tuple and isinstance(value, list) and len(value) <= MOST_ITEMS:
+    if origin is tuple and isinstance(value, list) and len(value) <= MAX_ITEMS:
         return tuple(typed(arguments[0], item, f"{where}[{index}]") for index, item in enumerate(value))
-    if origin is Mapping and isinstance(value, dict) and len(value) <= MOST_ITEMS:
+    if origin is Mapping and isinstance(value, dict) and len(value) <= MAX_ITEMS:
         return {typed(str, name, where): typed(arguments[1], item, f"{where}.{name}") for name, item in value.items()}
     if isinstance(kind, type) and isinstance(value, dict) and (is_dataclass(kind) or hasattr(kind, "_fields")):
         return of_fields(kind, value, where)
@@ -31,7 +31,7 @@ def typed(kind: Any, value: Any, where: str) -> Any:
         return float(value)
     if kind is int and type(value) is int and abs(value) <= LARGEST:
         return value
-    if kind is str and isinstance(value, str) and len(value) <= MOST_CHARACTERS and value.isprintable():
+    if kind is str and isinstance(value, str) and len(value) <= MAX_CHARACTERS and value.isprintable():
         return value
     if kind in (bool, types.NoneType) and type(value) is kind:
         return value

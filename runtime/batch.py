@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from .llm import LLM, Speculation
 
 
-class Asked(NamedTuple):
+class AskedPrompt(NamedTuple):
     """One prompt of a call. text: as given, or as the chat template wrote it; None for token ids."""
 
     text: str | None
@@ -36,17 +36,17 @@ def complete(
     observe: Observer | None = None,
     speculative: Speculation = "own",
 ) -> list[RequestOutput]:
-    """Complete prompts, which the LLM has encoded. texts: see Asked.text. For the others see `LLM.generate`."""
+    """Complete prompts, which the LLM has encoded. texts: see AskedPrompt.text. For the others see `LLM.generate`."""
     params_by_prompt = params_of(sampling_params, len(prompts), llm.get_default_sampling_params)
-    asked = list(map(Asked, texts, prompts, params_by_prompt))
-    wanted = [(each.token_ids, params) for each in asked for params in each.params.choices()]
+    asked = list(map(AskedPrompt, texts, prompts, params_by_prompt))
+    choices = [(each.token_ids, params) for each in asked for params in each.params.choices()]
     shares = llm.is_pooled or llm.max_batch is not None
-    with progress(len(wanted), use_tqdm) as advance:
-        if len(wanted) > 1 and observe is None and shares:
-            written = write_together(llm, wanted, advance, speculative)
+    with progress(len(choices), use_tqdm) as advance:
+        if len(choices) > 1 and observe is None and shares:
+            written = write_together(llm, choices, advance, speculative)
         else:
             written = []
-            for prompt, params in wanted:
+            for prompt, params in choices:
                 written.append(list(llm.stream(prompt, params, observe, speculative)))
                 advance()
     rest = iter(written)
@@ -59,14 +59,14 @@ def complete(
 
 def write_together(
     llm: LLM,
-    wanted: Sequence[tuple[list[int], SamplingParams]],
+    choices: Sequence[tuple[list[int], SamplingParams]],
     advance: Callable[[], None],
     speculative: Speculation,
 ) -> list[list[StreamChunk]]:
     """The chunks of several texts that share passes. advance: called after each text."""
-    at_most = min(llm.max_batch or MAX_RUNNING, len(wanted))
-    with closing(llm.scheduler(at_most, len(wanted), prefix_cache_slots=PREFIX_CACHE_SLOTS)) as scheduler:
-        requests = [llm.request(prompt, params, scheduler, speculative=speculative) for prompt, params in wanted]
+    at_most = min(llm.max_batch or MAX_RUNNING, len(choices))
+    with closing(llm.scheduler(at_most, len(choices), prefix_cache_slots=PREFIX_CACHE_SLOTS)) as scheduler:
+        requests = [llm.request(prompt, params, scheduler, speculative=speculative) for prompt, params in choices]
         texts: dict[Request[StreamChunk], list[StreamChunk]] = {request: [] for request in requests}
         for request, chunk in scheduler.run(requests):
             texts[request].append(chunk)
@@ -90,9 +90,9 @@ def params_of(
 
 
 @contextmanager
-def progress(total: int, wanted: bool) -> Iterator[Callable[[], None]]:
-    """A function to call after each finished text. wanted: show a progress bar on standard error."""
-    if not wanted:
+def progress(total: int, shows: bool) -> Iterator[Callable[[], None]]:
+    """A function to call after each finished text. shows: whether to show a progress bar on standard error."""
+    if not shows:
         yield lambda: None
         return
     from rich.console import Console

@@ -152,7 +152,7 @@ class ChatSession:
     def _begin(
         self, text: str, num_before: int, params: SamplingParams | None, speculative: Speculation, stop: Event
     ) -> Iterator[StreamChunk]:
-        """The answer to a message behind the first `num_before` turns; it replaces those behind them."""
+        """The answer to a message after the first `num_before` turns; it replaces those after them."""
         params = params or self._llm.get_default_sampling_params()
         prompt = self._fit(text, num_before, params.max_tokens, stop)
         room = self._scheduler.slots.tokens_behind(len(prompt))

@@ -38,7 +38,7 @@ from .speculation.config import SpeculativeConfig
 from .speculation.planning.budget import DraftBudget
 from .speculation.planning.cost import CostModel
 from .speculation.planning.drift import Drift
-from .speculation.planning.experience import Experience
+from .speculation.planning.history import History
 from .structured.grammars import Grammars, Prepared
 from .text.chat_prompt import write_conversation
 from .text.conversation import ASKED, ChatSettings, Conversation, is_conversations
@@ -90,7 +90,7 @@ class LLM:
             measured, self.stale_costs = stored_costs(self.bundle, provider, threads, draft_threads)
             drafts = None if self.draft is None else self.draft.spec
             self._costs = measured or assumed_costs(self.target.spec, drafts, provider)
-        self._experience = Experience(None if self._costs is None else Drift(self._costs))
+        self._history = History(None if self._costs is None else Drift(self._costs))
         vocab_size = self.target.spec.model.vocab_size
         self.grammars = Grammars(self.tokenizer, vocab_size, self.bundle.manifest.eos_token_ids)
         self._idle: deque[Scheduler[StreamChunk]] = deque()  # of ended streams
@@ -163,8 +163,8 @@ class LLM:
             manifest.max_length,
             manifest.eos_token_ids,
             self._costs,
-            lambda: scheduler.num_sharing,
-            self._experience,
+            lambda: scheduler.batch_size,
+            self._history,
             scheduler.drafts,
         )
         steps = decoder.steps(tokens, sampler, seeded_streams(params.seed), stats, observe, salt)

@@ -19,7 +19,7 @@ from benchmarks.planning.traces import LIMITS, DrawnPlace, Place, Trace, Verifie
 from draftwood.runtime.speculation.planning.controller import Controller, RoundPlan
 from draftwood.runtime.speculation.planning.cost import CostModel, PassCosts
 from draftwood.runtime.speculation.planning.drift import Drift, scaled
-from draftwood.runtime.speculation.planning.experience import Experience
+from draftwood.runtime.speculation.planning.history import History
 
 TRACE = Path(__file__).with_name("smollm2_trace.json")
 DRAWN_TRACE = Path(__file__).with_name("smollm2_trace_drawn.json")  # at temperature 0.7
@@ -84,7 +84,7 @@ class ByCost:
 
     def __init__(self, costs: CostModel, greedy: bool = True) -> None:
         widths = [width for width in costs.target.widths if width <= LIMITS.max_total_draft_tokens + 1]
-        self._settings = costs, LIMITS._shapes(widths), greedy, Experience(Drift(costs))
+        self._settings = costs, LIMITS._shapes(widths), greedy, History(Drift(costs))
         self.seconds = 0.0
 
     def begin(self, prompt: int, left: int) -> bool:

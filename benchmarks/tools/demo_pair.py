@@ -36,7 +36,7 @@ from draftwood.models.layers import network_of
 from draftwood.models.plain_files import read_object
 
 CONTEXT = 512  # tokens of a sequence
-MOST_TOKENS = 8192  # of the text
+MAX_TOKENS = 8192  # of the text
 
 
 def main() -> None:
@@ -73,7 +73,7 @@ def write_full_draft(target: Checkpoint, draft: Path, text: str, folder: Path) -
     network = DraftNetwork(start.config, CONTEXT, start.kept)
     start.load(network)
     with tempfile.TemporaryDirectory() as name, target.write_tokenizer(Path(name)) as tokenizer, torch.no_grad():
-        tokens = tokenizer.encode(text)[:MOST_TOKENS]
+        tokens = tokenizer.encode(text)[:MAX_TOKENS]
         states = torch.cat([network.hidden(batch) for batch in batches_of(tokens)])
     report = Report(read_object(draft / FIGURES), (draft / "acceptance.svg").read_text(encoding="utf-8"))
     figures = write_draft(folder, network, target, origin_of(target.path, target.path), report, states)

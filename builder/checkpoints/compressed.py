@@ -29,8 +29,8 @@ STATUSES = ("compressed", "frozen")  # older releases write the second one
 INT, FLOAT = "int", "float"
 TENSOR, CHANNEL, GROUP, BLOCK = "tensor", "channel", "group", "block"
 BITS = {INT: (4, 8), FLOAT: (8,)}
-MOST_GROUPS = 64  # entries of config_groups
-MOST_BLOCK = 1 << 20  # rows or columns of a block that shares a scale
+MAX_GROUPS = 64  # entries of config_groups
+MAX_BLOCK = 1 << 20  # rows or columns of a block that shares a scale
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,9 +132,9 @@ class Compressed:
             raise CheckpointError(f"config.json: {METHOD} with sparsity_config is not supported; 'dense' is")
         config.one_of("quantization_status", *STATUSES)
         form, groups = config.one_of("format", *FORMATS), fields.get("config_groups")
-        if not isinstance(groups, dict) or not 0 < len(groups) <= MOST_GROUPS:
+        if not isinstance(groups, dict) or not 0 < len(groups) <= MAX_GROUPS:
             raise CheckpointError(
-                f"config.json: config_groups must be an object of 1 to {MOST_GROUPS} groups, found {brief(groups)}"
+                f"config.json: config_groups must be an object of 1 to {MAX_GROUPS} groups, found {brief(groups)}"
             )
         if not all(isinstance(group, dict) for group in groups.values()):
             raise CheckpointError("config.json: config_groups must hold objects; names of presets are not supported")
@@ -206,9 +206,9 @@ def signed(words: NDArray[Any], bits: int) -> NDArray[np.int16]:
 def size_of_block(block: Any) -> tuple[int, int]:
     """Rows and columns of the field `block_structure`. Raises CheckpointError."""
     whole = isinstance(block, list) and all(isinstance(size, int) and not isinstance(size, bool) for size in block)
-    if not whole or len(block) != 2 or not all(1 <= size <= MOST_BLOCK for size in block):
+    if not whole or len(block) != 2 or not all(1 <= size <= MAX_BLOCK for size in block):
         raise CheckpointError(
-            f"config.json: block_structure must be two numbers from 1 to {MOST_BLOCK}, found {brief(block)}"
+            f"config.json: block_structure must be two numbers from 1 to {MAX_BLOCK}, found {brief(block)}"
         )
     return block[0], block[1]
 

@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ...models.errors import CheckpointError
-from ...models.plain_files import MOST_TOKENIZER
+from ...models.plain_files import MAX_TOKENIZER
 from ...plugins.installation import install
 from ..progress import Begin, Step, remark
-from ..tokenizer import MOST_TEMPLATES, TEMPLATES, TOKENIZER_FILES
+from ..tokenizer import MAX_TEMPLATES, TEMPLATES, TOKENIZER_FILES
 from . import lora
 from .safetensors import INDEX, WEIGHTS, weight_map
 
@@ -123,10 +123,10 @@ def download(hub: HfApi, wanted: HubId, kind: Kind, begin: Begin) -> Path:
     sizes = {file.rfilename: file.size or 0 for file in info.siblings or ()}
     settings = [name for name in kind.settings if name in sizes]
     if kind is MODEL:
-        settings += [name for name in sorted(sizes) if os.path.split(name)[0] == TEMPLATES][:MOST_TEMPLATES]
+        settings += [name for name in sorted(sizes) if os.path.split(name)[0] == TEMPLATES][:MAX_TEMPLATES]
     if kind.settings[0] not in settings:
         raise CheckpointError(f"{wanted} on the Hugging Face Hub has no {kind.settings[0]}: choose {kind.words}")
-    if large := [name for name in settings if sizes[name] > MOST_TOKENIZER]:
+    if large := [name for name in settings if sizes[name] > MAX_TOKENIZER]:
         raise CheckpointError(f"{wanted} on the Hugging Face Hub: {large[0]} has {sizes[large[0]]} bytes, too many")
     # The first file is downloaded by the revision's name, which the cache then knows; the others by its commit.
     folder = Path(hub.hf_hub_download(wanted.repository, settings[0], revision=wanted.revision, tqdm_class=bar_of(int)))

@@ -36,7 +36,7 @@ OF_TRAINING = (
 )
 OF_SCALE = ("r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern")
 SAME_BASE = (None, True, False, "gaussian", "eva", "orthogonal")  # init_lora_weights that do not change the model
-MOST_RANK, MOST_ALPHA, MOST_PATTERNS = 1 << 16, 1e9, 1 << 12
+MAX_RANK, MAX_ALPHA, MAX_PATTERNS = 1 << 16, 1e9, 1 << 12
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,8 +213,8 @@ def patterns(file: Path, config: Mapping[str, Any], name: str, rank: bool) -> di
     """Entries of rank_pattern or alpha_pattern. PEFT reads their keys as regular expressions; only keys that are plain
     names are supported. Raises CheckpointError for others."""
     found = config.get(name) or {}
-    if not isinstance(found, dict) or len(found) > MOST_PATTERNS:
-        raise CheckpointError(f"{file}: {name} must be an object of at most {MOST_PATTERNS} entries")
+    if not isinstance(found, dict) or len(found) > MAX_PATTERNS:
+        raise CheckpointError(f"{file}: {name} must be an object of at most {MAX_PATTERNS} entries")
     for key in found:
         if not re.fullmatch(r"\^?[\w.-]+", key):
             raise CheckpointError(f"{file}: {name} has {brief(key)}, and not the name of a module, {FIX}")
@@ -230,10 +230,10 @@ def pattern_of(keys: Mapping[str, Any], module: str) -> str:
 
 
 def checked(file: Path, name: str, value: Any, rank: bool) -> Any:
-    """A rank from 1 to MOST_RANK, or an alpha from -MOST_ALPHA to MOST_ALPHA. Raises CheckpointError that names the
+    """A rank from 1 to MAX_RANK, or an alpha from -MAX_ALPHA to MAX_ALPHA. Raises CheckpointError that names the
     field."""
-    kind, least, most = (int, 1, MOST_RANK) if rank else (int | float, -MOST_ALPHA, MOST_ALPHA)
+    kind, least, most = (int, 1, MAX_RANK) if rank else (int | float, -MAX_ALPHA, MAX_ALPHA)
     if isinstance(value, bool) or not isinstance(value, kind) or not least <= value <= most:
-        wanted = f"a whole number from 1 to {MOST_RANK}" if rank else f"a number of at most {MOST_ALPHA:g}"
+        wanted = f"a whole number from 1 to {MAX_RANK}" if rank else f"a number of at most {MAX_ALPHA:g}"
         raise CheckpointError(f"{file}: {name} must be {wanted}, found {brief(value)}")
     return value

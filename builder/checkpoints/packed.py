@@ -16,9 +16,9 @@ from .source import Stored, TensorSource
 WORD = 32  # bits of the integers that values are packed into
 WEIGHT = ".weight"
 SCALES = ("F16", "BF16", "F32")  # dtypes of scales
-MOST_GROUP = 1 << 20  # inputs that may share a scale
+MAX_GROUP = 1 << 20  # inputs that may share a scale
 AT_A_TIME = 1 << 20  # numbers that are dequantised together; they fit the processor's cache
-MOST_LISTED = 1 << 16  # modules that a config may list
+MAX_LISTED = 1 << 16  # modules that a config may list
 OTHER_MODEL = "the two files belong to different models, download both again"
 
 
@@ -172,16 +172,16 @@ class QuantizationConfig(NamedTuple):
     def group_size(self) -> int:
         """Inputs that share a scale; -1 is all inputs of a row."""
         size = self.fields.get("group_size")
-        if isinstance(size, bool) or not isinstance(size, int) or not (size == -1 or 1 <= size <= MOST_GROUP):
+        if isinstance(size, bool) or not isinstance(size, int) or not (size == -1 or 1 <= size <= MAX_GROUP):
             raise CheckpointError(
-                f"config.json: group_size must be -1 or a whole number from 1 to {MOST_GROUP}, found {brief(size)}"
+                f"config.json: group_size must be -1 or a whole number from 1 to {MAX_GROUP}, found {brief(size)}"
             )
         return size
 
     def listed(self, name: str) -> tuple[str, ...]:
         """A field that lists modules; absent and null mean none."""
         listed = [] if self.fields.get(name) is None else self.fields[name]
-        if not isinstance(listed, list) or len(listed) > MOST_LISTED or not all(isinstance(x, str) for x in listed):
+        if not isinstance(listed, list) or len(listed) > MAX_LISTED or not all(isinstance(x, str) for x in listed):
             raise CheckpointError(f"config.json: {name} must be a list of names of modules, found {brief(listed)}")
         return tuple(listed)
 

@@ -30,8 +30,8 @@ NUMPY = {
     "BF16": np.dtype(ml_dtypes.bfloat16),
     FLOAT8: np.dtype(ml_dtypes.float8_e4m3fn),
 }
-READ_AHEAD = 256 << 20  # bytes behind a tensor, which the system reads meanwhile: most often the next ones
-MOST_SHARDS = 1024
+READ_AHEAD = 256 << 20  # bytes after a tensor, which the system reads meanwhile: most often the next ones
+MAX_SHARDS = 1024
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
@@ -117,8 +117,8 @@ def weight_map(folder: Path) -> dict[str, str]:
         raise CheckpointError(f"{folder / INDEX}: no weight_map; download the file again")
     if not all(isinstance(file, str) for file in found.values()):
         raise CheckpointError(f"{folder / INDEX}: weight_map must name a file for each tensor; download it again")
-    if (files := len(set(found.values()))) > MOST_SHARDS:
-        raise CheckpointError(f"{folder / INDEX}: {files} files, more than {MOST_SHARDS}; merge some of them")
+    if (files := len(set(found.values()))) > MAX_SHARDS:
+        raise CheckpointError(f"{folder / INDEX}: {files} files, more than {MAX_SHARDS}; merge some of them")
     return found
 
 

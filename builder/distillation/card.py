@@ -12,9 +12,9 @@ from ...models.layers import num_parameters
 from ...models.plain_files import read_plain
 from ...models.printable import printable
 
-MOST_CARD = 1 << 20  # bytes of a README or a licence
+MAX_CARD = 1 << 20  # bytes of a README or a licence
 LICENCE_FILES = ("LICENSE", "LICENSE.txt", "LICENSE.md")
-MOST_NAME = 200
+MAX_NAME = 200
 EARLIER = ("text_tokens", "tokens_seen", "training_minutes")  # figures of the draft with which a training began
 
 
@@ -46,14 +46,14 @@ def origin_of(path: Path, asked: Path) -> Origin:
 def read_text(file: Path) -> str | None:
     """A small text file; None where there is none that can be read."""
     try:
-        return read_plain(file, MOST_CARD).decode("utf-8")
+        return read_plain(file, MAX_CARD).decode("utf-8")
     except (OSError, ValueError):
         return None
 
 
 def short(text: str) -> str:
     """A name in one printable line."""
-    return printable(text)[:MOST_NAME]
+    return printable(text)[:MAX_NAME]
 
 
 def card(origin: Origin, config: LlamaConfig, trimmed: int | None, figures: Mapping[str, Any]) -> str:

@@ -63,5 +63,5 @@ def encode(tokenizer: Tokenizer, text: str) -> list[int]:
 
 
 def questions_of(tokenizer: Tokenizer, prompts: list[str]) -> list[list[int]]:
-    """The user's prompts as token ids, to stand behind `Layout.before`."""
+    """The user's prompts as token ids, to stand after `Layout.before`."""
     return [ids for prompt in prompts if (ids := tokenizer.encode(prompt, add_special_tokens=False))]

@@ -57,10 +57,10 @@ from .text import TextCounts, TextLimits, TextWriter, fingerprint
 from .training import MEASURED_SECONDS, Progress, Schedule, Trainer
 
 TEXT_SECONDS, CHECKPOINT, LOG, PLOT = "text.json", "training.safetensors", "training.json", "acceptance.svg"
-MOST_HELD_OUT = 1 << 13  # tokens of held-out answers at each temperature
+MAX_HELD_OUT = 1 << 13  # tokens of held-out answers at each temperature
 HELD_OUT_SEQUENCES = 8  # of a batch
 HALF_PRODUCTS = ("avx512_bf16", "amx_bf16")
-MOST_STATES = 4096  # hidden states from which the rows of untrained tokens are made
+MAX_STATES = 4096  # hidden states from which the rows of untrained tokens are made
 
 
 class Watch(NamedTuple):
@@ -210,12 +210,12 @@ def special_tokens(options: DistillOptions, target: Checkpoint, begin: Begin) ->
 
 
 def held_out_batches(store: TextStore, context: int) -> list[Batch]:
-    """The first texts that are kept from training, up to MOST_HELD_OUT answer tokens at each temperature. The same
+    """The first texts that are kept from training, up to MAX_HELD_OUT answer tokens at each temperature. The same
     texts as in earlier runs, so that estimates compare. Empty where no text is held out."""
     counts, chosen = dict.fromkeys(range(ANSWER, ANSWER + len(ANSWER_TEMPERATURES)), 0), list[WrittenText]()
     for text in store.read():
         kind = int(text.kinds.max())
-        if text.is_held_out and counts[kind] < MOST_HELD_OUT:
+        if text.is_held_out and counts[kind] < MAX_HELD_OUT:
             counts[kind] += len(text.tokens)
             chosen.append(text)
     return list(pack(chosen, HELD_OUT_SEQUENCES, context, fill=True))
@@ -240,12 +240,12 @@ def nothing_held_out(options: DistillOptions, num_texts: int) -> str:
 
 @torch.no_grad()
 def some_states(network: DraftNetwork, batches: Sequence[Batch]) -> Tensor:
-    """Hidden states [at most MOST_STATES, H] of held-out text."""
+    """Hidden states [at most MAX_STATES, H] of held-out text."""
     found = list[Tensor]()
     for batch in batches:
-        if sum(map(len, found)) < MOST_STATES:
+        if sum(map(len, found)) < MAX_STATES:
             found.append(network.hidden(batch.to(network.kept.device)))
-    return torch.cat(found)[:MOST_STATES]
+    return torch.cat(found)[:MAX_STATES]
 
 
 def figures_of(trainer: Trainer, found: Acceptance, coverage: float) -> dict[str, Any]:

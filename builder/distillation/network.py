@@ -21,14 +21,14 @@ from .options import LAYERS, DistillOptions
 
 EMBEDDING_SCALE = 0.05  # standard deviation of the embedding at the start
 SHARE_OF_WIDTH = 0.45  # the draft's default hidden size over the target's
-STEP, LEAST_HIDDEN, MOST_HIDDEN = 64, 64, 768
+STEP, MIN_HIDDEN, MAX_HIDDEN = 64, 64, 768
 BLOCK = 32  # low-bit engines store matrices in blocks of at least so many inputs
 
 
 def draft_config(options: DistillOptions, target: LlamaConfig) -> LlamaConfig:
     """The configuration of a new draft for this target. Raises ConfigError for sizes that do not go together."""
     preferred = STEP * round(SHARE_OF_WIDTH * target.hidden_size / STEP)
-    hidden = options.hidden or min(max(preferred, LEAST_HIDDEN), MOST_HIDDEN, target.hidden_size)
+    hidden = options.hidden or min(max(preferred, MIN_HIDDEN), MAX_HIDDEN, target.hidden_size)
     head_dim = options.head_dim or min(64, max(8, hidden // 8 * 2))
     heads = options.heads or max(1, hidden // head_dim)
     kv_heads = options.kv_heads or (heads // 2 if heads % 2 == 0 else heads)

@@ -10,7 +10,7 @@ from ...models.fields import MOST
 from ..setting import setting
 
 TEXT_SHARE = 0.6  # of the minutes, for writing text
-LEAST_MINUTES, MOST_MINUTES = 0.1, 60 * 24 * 30.0
+MIN_MINUTES, MAX_MINUTES = 0.1, 60 * 24 * 30.0
 WORTH_MINUTES = 30  # with fewer, a draft agrees with its target too seldom
 LAYERS, VOCABULARY = 2, 8192
 SIZES = {"layers": 64, "hidden": 8192, "heads": 1024, "kv_heads": 1024, "head_dim": 1024, "intermediate": 8192}  # most
@@ -53,9 +53,9 @@ class DistillOptions:
     full_vocabulary: bool = setting(False, "write the draft for programs that cannot load a trimmed one")
 
     def __post_init__(self) -> None:
-        if not LEAST_MINUTES <= self.minutes <= MOST_MINUTES:
+        if not MIN_MINUTES <= self.minutes <= MAX_MINUTES:
             raise ConfigError(
-                f"minutes must be {LEAST_MINUTES:g} to {MOST_MINUTES:g}, not {self.minutes:g}: a draft worth having "
+                f"minutes must be {MIN_MINUTES:g} to {MAX_MINUTES:g}, not {self.minutes:g}: a draft worth having "
                 f"takes some {WORTH_MINUTES} minutes"
             )
         if self.text_minutes is not None and not 0 <= self.text_minutes <= self.minutes:

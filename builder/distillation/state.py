@@ -24,7 +24,7 @@ from ...models.plain_files import read_object
 from ...runtime.bundle.staging import try_lock
 
 TEXTS_PER_FILE = 64
-MOST_BYTES = 1 << 30  # of a file; one of TEXTS_PER_FILE texts has a few megabytes
+MAX_BYTES = 1 << 30  # of a file; one of TEXTS_PER_FILE texts has a few megabytes
 HELD_OUT_SHARE = 32  # one of so many questions is held out
 NAMES = ("numbers", "questions", "ends", "tokens", "kinds", "ids", "logprobs", "tails")
 
@@ -175,8 +175,8 @@ def write_texts(file: Path, texts: Sequence[WrittenText]) -> None:
 def read_texts(file: Path, vocab_size: int, columns: int) -> Iterator[WrittenText]:
     """The texts of one file. Raises ConfigError for a file that does not hold texts of this vocabulary."""
     try:
-        if file.stat().st_size > MOST_BYTES:
-            raise ValueError(f"it has more than {MOST_BYTES} bytes")
+        if file.stat().st_size > MAX_BYTES:
+            raise ValueError(f"it has more than {MAX_BYTES} bytes")
         with safe_open(file, framework="numpy") as opened:
             arrays = {name: opened.get_tensor(name) for name in NAMES}
         check_arrays(arrays, vocab_size, columns)

@@ -203,7 +203,7 @@ class Collected:
             remark(begin, f"Going on with {self.folder}: it has the examples of {found} batches")
 
     def examples(self, name: str, generator: torch.Generator, collect: Callable[[], Examples]) -> Examples:
-        """The stored examples of a batch, or those of `collect`, which are stored with the generator's state behind
+        """The stored examples of a batch, or those of `collect`, which are stored with the generator's state after
         them. Raises ConfigError if the folder cannot be written or read."""
         file = self.folder / f"{self._key}-{name}.safetensors"
         if not file.is_file():

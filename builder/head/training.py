@@ -13,7 +13,7 @@ from ..setting import setting
 from .calibration import CalibrationFigures
 
 CONTEXTS = ("mixed", "branched")
-MOST_THREADS = 1024  # of torch
+MAX_THREADS = 1024  # of torch
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +59,7 @@ class HeadTraining:
             raise ConfigError(f"held_out must be between 0 and 1, not {self.held_out}")
         if self.texts < 2:
             raise ConfigError("texts must be at least 2: one to train on and one to hold out")
-        for name, most in (("seed", 2**32 - 1), ("threads", MOST_THREADS)):
+        for name, most in (("seed", 2**32 - 1), ("threads", MAX_THREADS)):
             if not 0 <= getattr(self, name) <= most:
                 raise ConfigError(f"{name} must be 0 to {most}, not {getattr(self, name)}")
 

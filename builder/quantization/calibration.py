@@ -26,9 +26,9 @@ from ..parallel import in_parts
 from ..reference import load_layer
 from .formats import Quantized, QuantizedCheckpoint, WeightFormat, rounding_kernels
 
-MOST_BYTES = 64 << 20  # of a text
-MOST_LETTERS = 1 << 17  # that are read of it
-LENGTH, MOST_WINDOWS = 512, 16  # tokens that run through the model together, and how often
+MAX_BYTES = 64 << 20  # of a text
+MAX_LETTERS = 1 << 17  # that are read of it
+LENGTH, MAX_WINDOWS = 512, 16  # tokens that run through the model together, and how often
 DAMPING = 0.01  # of the mean square of an input, added to each: a text of few tokens says little of seldom ones
 
 
@@ -36,15 +36,15 @@ def read_windows(file: Path, tokenizer: Tokenizer, longest: int) -> NDArray[np.i
     """Token ids [windows, T] of the beginning of a text. longest: tokens that the model was made for. Raises
     ConfigError for a file that is no text or too short."""
     try:
-        text = read_plain(file, MOST_BYTES).decode("utf-8-sig")[:MOST_LETTERS]
+        text = read_plain(file, MAX_BYTES).decode("utf-8-sig")[:MAX_LETTERS]
     except (OSError, ValueError) as error:
         raise ConfigError(f"the text for calibration, {file}, cannot be read ({error}): give a UTF-8 file") from error
     ids, length = tokenizer.encode(text), min(LENGTH, longest)
-    windows = min(len(ids) // length, MOST_WINDOWS)
+    windows = min(len(ids) // length, MAX_WINDOWS)
     if not windows:
         raise ConfigError(
             f"the text for calibration, {file}, has {len(ids)} tokens: give at least {length}, better "
-            f"{length * MOST_WINDOWS}, of the kind that the model is to read and write"
+            f"{length * MAX_WINDOWS}, of the kind that the model is to read and write"
         )
     return np.array(ids[: windows * length], np.int64).reshape(windows, length)
 

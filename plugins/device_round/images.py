@@ -31,7 +31,7 @@ LIST_BLOCK = 256  # tokens of a list that are read at once
 LEVELS = 3  # of weights, see `drawing.is_of`
 RANKS, BINS = 4, 12  # of estimates of acceptance: those of the runtime's `Calibration`
 TOKEN_BLOCK = 512  # tokens of a block of a row of logits
-MOST_BLOCKS = 512  # of a row
+MAX_BLOCKS = 512  # of a row
 PENDING = 2  # most tokens that a draft has not read after a round: the last accepted one, and the target's own
 STATE = 8  # numbers that say where a text of a round is, see inputs.py
 DTYPES = {NUMBER: np.int32, LONG: np.int64}
@@ -48,7 +48,7 @@ class Kernel(NamedTuple):
 
 TABLE = (I32, I32, I32, I32)  # tokens, parents, depths, slots
 PASS = (I64, I64, I32, U8, I64, I64)  # input_ids, position_ids, sequences, tree_mask, write_indices, output_rows
-DRAWN = {"BLOCK": TOKEN_BLOCK, "BLOCKS": MOST_BLOCKS}
+DRAWN = {"BLOCK": TOKEN_BLOCK, "BLOCKS": MAX_BLOCKS}
 TREE = {"ROWS": ROW_BLOCK, **DRAWN}
 ROW = (F32, F32, F64, F64, F64, I32)  # logits, block_peaks, settings, sums, bounds, lasts
 WALK = (F64, F64, I32, I32, I32, I64, I32, I32, NUMBER)  # of `traverse` and `reject`
@@ -65,7 +65,7 @@ KERNELS = {
     "cut": Kernel("cutting", (F64, F64, F64, I32, I32, F64, I32, NUMBER, NUMBER), DRAWN),
     "extend": Kernel("drawing", (*ROW, F64, I32, *TABLE, F64, I32, I32, F64, F64, F32, *[NUMBER] * 5), DRAWN),
     "draw": Kernel("drawing", (*ROW, F64, I32, I32, I64, F32, *[NUMBER] * 3), DRAWN),
-    "chances": Kernel("chain", (*ROW, F64, F64, I32, F64, F32, *[NUMBER] * 3), {"BLOCKS": MOST_BLOCKS}),
+    "chances": Kernel("chain", (*ROW, F64, F64, I32, F64, F32, *[NUMBER] * 3), {"BLOCKS": MAX_BLOCKS}),
     "excess": Kernel("chain", (*ROW, *[F64] * 4, NUMBER, NUMBER), DRAWN),
     "accept": Kernel("chain", (*ROW, *[F64] * 6, I32, I64, *[NUMBER] * 3), DRAWN),
     "grow": Kernel(

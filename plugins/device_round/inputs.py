@@ -5,7 +5,7 @@ unused ones are padding. `state` [texts, STATE]: length, count, the pending toke
 draft each the first slot of the text's rows and the slot of the masks' first column. `length`, the target's committed
 rows, is the position of the root, the last committed token. `count`: of the one or two committed tokens that the draft
 has not read, the last of which is the root; its cache has length + 1 - count committed rows. Speculative rows stand
-behind the committed rows of the only text, or in an area for all texts.
+after the committed rows of the only text, or in an area for all texts.
 """
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"

@@ -149,7 +149,7 @@ def scored_at(slots, node):
 
 @triton.jit
 def next_child(row_parents, row, after, size, ROWS: tl.constexpr):
-    """The first child of a row behind row `after`; ROWS if there is none."""
+    """The first child of a row after row `after`; ROWS if there is none."""
     index = tl.arange(0, ROWS)
     parent = tl.load(row_parents + index, mask=index <= size, other=ROWS)
     return tl.min(tl.where((parent == row) & (index > after), index, ROWS), axis=0)

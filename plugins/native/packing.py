@@ -18,8 +18,8 @@ from numpy.typing import NDArray
 
 PANEL = 16  # outputs; lanes of a vector in kernels/vector.h
 PAIR_BLOCK = 32  # inputs of bf16 whose products are added apart: kernels/bf16.h
-LEAST_HALF = 2.0**-56  # smaller numbers of bf16 count as 0: kernels/bf16.h
-LEAST_BITS = int(np.float32(LEAST_HALF).view(np.uint32)) >> 16
+MIN_HALF = 2.0**-56  # smaller numbers of bf16 count as 0: kernels/bf16.h
+MIN_BITS = int(np.float32(MIN_HALF).view(np.uint32)) >> 16
 LAYOUT = "2"  # of matrices in a file of weights, the same for every processor; another one with every change of it
 LAYOUTS = {"bf16": "3", "int4": "3"}  # of precisions that changed alone
 
@@ -45,7 +45,7 @@ def pair_panels(halves: NDArray[np.uint16]) -> NDArray[np.uint16]:
     """The bits of bf16 [N, K] -> [panels, 16 * blocks, 16, 2]. Numbers that count as 0 become 0."""
     outputs, inputs = halves.shape
     rows = np.zeros((whole_panels(outputs), -(-inputs // PAIR_BLOCK) * PAIR_BLOCK), np.uint16)
-    rows[:outputs, :inputs] = np.where(halves & 0x7FFF < LEAST_BITS, np.uint16(0), halves)
+    rows[:outputs, :inputs] = np.where(halves & 0x7FFF < MIN_BITS, np.uint16(0), halves)
     pairs = rows.view(np.uint32).reshape(-1, PANEL, rows.shape[1] // 2).transpose(0, 2, 1)
     return np.ascontiguousarray(pairs).view(np.uint16).reshape(*pairs.shape, 2)
 

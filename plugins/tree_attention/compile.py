@@ -16,7 +16,7 @@ from .operands import ATTENTION, COMBINE, Argument, Operands, Pointer, arguments
 from .plan import COMBINE_OPTIONS, LaunchPlan, Shape, Variant
 
 PTX_VERSION = 80  # of CUDA 12.0; every driver that supports the devices' TensorRT accepts it
-LEAST_SHARED = 86  # the capability with the least shared memory among those that accept the PTX
+MIN_SHARED = 86  # the capability with the least shared memory among those that accept the PTX
 SCALARS = {int: "i32", float: "fp32"}
 
 
@@ -53,7 +53,7 @@ def compile_triton(name: str, variant: Variant, format: str, capability: int) ->
     )
     options: dict[str, int] = dict(COMBINE_OPTIONS)
     if name == ATTENTION:
-        stages = variant.num_stages(LEAST_SHARED if format == PTX else capability)
+        stages = variant.num_stages(MIN_SHARED if format == PTX else capability)
         options = {"num_warps": variant.num_warps, "num_stages": stages}
     if format == PTX:
         options["ptx_version"] = PTX_VERSION

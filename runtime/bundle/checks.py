@@ -12,9 +12,9 @@ from pathlib import PurePosixPath
 from typing import TYPE_CHECKING
 
 from ...models.bindings import DTYPES, LOW_BIT, ROLES, TARGET, output_names
-from ...models.config import LEAST_DRAFT_CONTEXT, LlamaConfig
+from ...models.config import MIN_DRAFT_CONTEXT, LlamaConfig
 from ...models.errors import BundleError
-from ...models.fields import MOST_NUMBER
+from ...models.fields import MAX_NUMBER
 from ...models.rope_scaling import LONGROPE, STATIC, YARN
 from ...plugins.installation import install
 from ...plugins.native.library import STRIDE
@@ -27,10 +27,10 @@ if TYPE_CHECKING:
 
 PRECISIONS = (*DTYPES, *LOW_BIT)
 EXECUTABLE = (".so", ".dylib", ".dll", ".pyd", ".py")
-MOST_FILES = 1000
+MAX_FILES = 1000
 # Orders of magnitude larger than any model or machine of today; small enough for 32-bit arithmetic.
-MOST_LAYERS, MOST_SIZE, MOST_SLOTS, MOST_ROWS, MOST_BATCH = 4096, 1 << 24, 1 << 24, 1 << 14, 1 << 12
-MOST_NUMBERS = (1 << 31) - 1  # of the rows of a pass: the kernels count them in 32 bits
+MAX_LAYERS, MAX_SIZE, MAX_SLOTS, MAX_ROWS, MAX_BATCH = 4096, 1 << 24, 1 << 24, 1 << 14, 1 << 12
+MAX_NUMBERS = (1 << 31) - 1  # of the rows of a pass: the kernels count them in 32 bits
 
 
 class Unsound(ValueError):
@@ -63,7 +63,7 @@ def check_numbers(manifest: Manifest) -> None:
     sound = roles in ({TARGET}, set(ROLES)) and roles == set(manifest.parity)
     require(sound, "it does not describe a target, with a draft or without one")
     require(set(manifest.adapters) <= roles, "it names the adapter of another model")
-    require(len(manifest.files) <= MOST_FILES, f"it lists {len(manifest.files)} files")
+    require(len(manifest.files) <= MAX_FILES, f"it lists {len(manifest.files)} files")
     for name, record in manifest.files.items():
         sound = record.bytes >= 0 and re.fullmatch("[0-9a-f]{64}", record.sha256) is not None
         require(sound, f"the size or digest of {name} is none")
@@ -72,7 +72,7 @@ def check_numbers(manifest: Manifest) -> None:
     sizes = {spec.model.vocab_size for spec in manifest.engines.values()}
     require(len(sizes) == 1, "target and draft have different vocabularies")
     require(all(0 <= token < min(sizes) for token in manifest.eos_token_ids), "an eos_token_id is outside of them")
-    require(2 <= manifest.max_length <= MOST_SLOTS, f"max_length is {manifest.max_length}")
+    require(2 <= manifest.max_length <= MAX_SLOTS, f"max_length is {manifest.max_length}")
 
 
 def check_engine(role: str, spec: EngineSpec, manifest: Manifest) -> None:
@@ -100,17 +100,17 @@ def check_engine(role: str, spec: EngineSpec, manifest: Manifest) -> None:
     check_model(role, model)
     check_kept_tokens(role, spec)
     require(ascending(widths) and bool(spec.widths) and widths[0] >= 1, f"the {role}'s widths do not ascend from 1")
-    require(widths[-1] <= MOST_ROWS, f"the {role}'s passes have {widths[-1]} rows")
+    require(widths[-1] <= MAX_ROWS, f"the {role}'s passes have {widths[-1]} rows")
     longest = max(model.hidden_size, model.intermediate_size, model.query_size + 2 * model.kv_size) + STRIDE
-    fits = widths[-1] * longest <= MOST_NUMBERS  # and so do heads times rows
+    fits = widths[-1] * longest <= MAX_NUMBERS  # and so do heads times rows
     require(fits, f"the {role}'s passes have {widths[-1]} rows of up to {longest - STRIDE} numbers")
     least = manifest.max_length + 2 * spec.max_width
-    require(least <= spec.capacity <= MOST_SLOTS, f"the {role}'s caches have {spec.capacity} slots")
+    require(least <= spec.capacity <= MAX_SLOTS, f"the {role}'s caches have {spec.capacity} slots")
     for limit, tokens in model.limits.items():
         require(manifest.max_length <= tokens, f"the {role}'s {limit} is {tokens} tokens")
     known = {output_names(role, head, backend.form) for head in (False, True)}
     require(spec.outputs in known, f"the {role}'s outputs are {', '.join(spec.outputs) or 'none'}")
-    most_batch = MOST_BATCH if backend.is_compiled else 1
+    most_batch = MAX_BATCH if backend.is_compiled else 1
     require(1 <= spec.max_batch <= most_batch, f"the {role}'s max_batch is {spec.max_batch}")
     require((spec.plan is not None) == backend.is_compiled, f"the {role} has a plan, or lacks one")
     if spec.plan is not None:
@@ -127,12 +127,12 @@ def check_model(role: str, model: LlamaConfig) -> None:
         "head_dim": model.head_dim,
     }
     for name, size in sizes.items():
-        require(1 <= size <= MOST_SIZE, f"the {role}'s {name} is {size}")
-    require(1 <= model.num_layers <= MOST_LAYERS, f"the {role} has {model.num_layers} layers")
+        require(1 <= size <= MAX_SIZE, f"the {role}'s {name} is {size}")
+    require(1 <= model.num_layers <= MAX_LAYERS, f"the {role} has {model.num_layers} layers")
     require(model.max_position >= 1, f"the {role}'s max_position is {model.max_position}")
     require(model.num_heads % model.num_kv_heads == 0, f"the {role}'s heads do not share its KV heads evenly")
     require(model.head_dim % 2 == 0, f"the {role}'s head_dim {model.head_dim} is odd")
-    require(0 < model.norm_eps <= MOST_NUMBER, f"the {role}'s norm_eps is {model.norm_eps}")
+    require(0 < model.norm_eps <= MAX_NUMBER, f"the {role}'s norm_eps is {model.norm_eps}")
     require(model.rope_theta > 0, f"the {role}'s rope_theta is {model.rope_theta}")
     variant, rotary_size = model.variant, model.rotary_size
     indices = variant.layers_without_rope
@@ -142,7 +142,7 @@ def check_model(role: str, model: LlamaConfig) -> None:
     multipliers = (variant.embedding_multiplier, scale, variant.residual_multiplier, variant.logits_multiplier)
     require(min(multipliers) > 0, f"the {role}'s multipliers are none")
     require(variant.window is None or variant.window >= 1, f"the {role}'s window is {variant.window}")
-    sound = model.draft_context is None or (role != TARGET and model.draft_context >= LEAST_DRAFT_CONTEXT)
+    sound = model.draft_context is None or (role != TARGET and model.draft_context >= MIN_DRAFT_CONTEXT)
     require(sound, f"the {role}'s draft_context is {model.draft_context}")
     require(scales_positions(model), f"the {role}'s rope_scaling is none")
 
@@ -173,9 +173,9 @@ def scales_positions(model: LlamaConfig) -> bool:
 def check_plan(role: str, plan: TensorRTPlan) -> None:
     """Raises Unsound for impossible numbers. Whether this machine can run the plan is checked elsewhere."""
     require(plan.package in COMPILED, f"the {role}'s plan is of {plan.package!r}")
-    sound = all(1 <= family.minimum <= family.optimum <= family.maximum <= MOST_ROWS for family in plan.families)
+    sound = all(1 <= family.minimum <= family.optimum <= family.maximum <= MAX_ROWS for family in plan.families)
     require(sound and bool(plan.families), f"the {role}'s profiles are none")
-    require(1 <= plan.columns <= MOST_SLOTS, f"the {role}'s plan has {plan.columns} columns")
+    require(1 <= plan.columns <= MAX_SLOTS, f"the {role}'s plan has {plan.columns} columns")
     require(min(plan.layers) >= 0, f"the {role}'s layers are counted below 0")
 
 

@@ -16,12 +16,12 @@ from ..sampling.softmax import softmax_of
 from ..speculation.config import Rules, SpeculativeConfig, rules_of
 from ..speculation.graph.token_graph import TokenGraph
 from ..speculation.graph.token_tree import TokenTree, root_alone, unroll
-from ..speculation.growers.lookup import graft_chosen, graft_given
+from ..speculation.growers.lookup import graft_chosen, graft_lookup
 from ..speculation.planning.budget import DraftBudget
 from ..speculation.planning.calibration import uncorrected
 from ..speculation.planning.controller import RoundPlan
 from ..speculation.planning.cost import CostModel
-from ..speculation.planning.experience import Experience
+from ..speculation.planning.history import History
 from ..speculation.planning.lookups import NO_MATCH
 from ..speculation.proposer import DraftProposer
 from ..speculation.stopwatch import Stopwatch
@@ -64,15 +64,15 @@ class SpeculativeDecoder:
         max_length: int,
         eos: Sequence[int],
         costs: CostModel | None = None,
-        sharing: Callable[[], int] = count_one,
-        experience: Experience | None = None,
+        batch_size: Callable[[], int] = count_one,
+        history: History | None = None,
         budget: DraftBudget | None = None,
     ) -> None:
         """costs: the cost model of both engines; rounds are planned by it where `config` has the budget "cost".
-        sharing: returns how many requests share passes at present. experience: measurements of earlier requests; by
+        batch_size: returns how many requests share passes at present. history: measurements of earlier requests; by
         default this decoder collects its own. budget: of the draft tokens of all requests that share passes."""
-        self._target, self._costs, self._sharing = target, costs, sharing
-        self._experience = Experience() if experience is None else experience
+        self._target, self._costs, self._batch_size = target, costs, batch_size
+        self._history = History() if history is None else history
         self._budget = budget
         self._config = config if draft is not None or config is None or not config.drafts else None
         self._draft = draft if self._config is not None and self._config.drafts else None
@@ -158,7 +158,7 @@ class SpeculativeDecoder:
         rows = len(tree.token_ids)
         request.time_pass(rows)
         request.cache.commit([0, *acceptance.rows])
-        if request.proposer is not None and rows - 1 > len(tree.certain):
+        if request.proposer is not None and rows - 1 > len(tree.looked_up):
             request.proposer.commit(tree, acceptance.rows)
         token_ids = [*map(tree.token_ids.__getitem__, acceptance.rows), acceptance.next_token]
         request.learn(plan, tree, acceptance, token_ids)
@@ -178,7 +178,7 @@ class SpeculativeDecoder:
             return None
         if request.sampler.follows_path or not request.may_run_whole:
             return None
-        if plan is not None and plan.given:
+        if plan is not None and plan.looked_up:
             return None
         # A drawn tree is as deep as it was planned.
         may_end = plan is not None and rules.shape is not None and rules.shape.is_tree
@@ -200,33 +200,33 @@ class SpeculativeDecoder:
             request.prompt_logprobs = yield from read_prompt(self._target, request.cache, prompt, count)
         controller = None
         if self._config is not None and self._costs is not None:
-            experience, budget = (None, None) if sampler.params.is_seeded else (self._experience, self._budget)
+            history, budget = (None, None) if sampler.params.is_seeded else (self._history, self._budget)
             draft_context = None if proposer is None else proposer.context
             controller = self._config.controller(
-                self._costs, self._target.spec.widths, request.greedy, experience, budget, draft_context
+                self._costs, self._target.spec.widths, request.greedy, history, budget, draft_context
             )
         request.controller = controller
         if proposer is not None and request.tokens_left:
             # Where the controller expects no gain from speculation, the draft does not read the prompt yet.
-            left, sharing = request.tokens_left - 1, self._num_sharing(request)
-            if controller is None or controller.worth_reading(len(prompt), left, sharing, proposer.num_unread):
+            left, batch_size = request.tokens_left - 1, self._batch_of(request)
+            if controller is None or controller.worth_reading(len(prompt), left, batch_size, proposer.num_unread):
                 yield from proposer.read()
 
-    def _num_sharing(self, request: RequestState) -> int:
+    def _batch_of(self, request: RequestState) -> int:
         """How many requests share passes; 1 for a request whose plans must not depend on others."""
-        return 1 if request.sampler.params.is_seeded else self._sharing()
+        return 1 if request.sampler.params.is_seeded else self._batch_size()
 
     def _plan(self, request: RequestState) -> RoundPlan | None:
         """The plan of the next round; None where rounds are not planned or no proposed token fits."""
         controller, max_depth = request.controller, request.tokens_left - 1
         if controller is None or max_depth < 1:
             return None
-        sharing = self._num_sharing(request)
+        batch_size = self._batch_of(request)
         drafted = 0 if request.proposer is None else max_depth
-        plan = controller.held(drafted, sharing)
+        plan = controller.held(drafted, batch_size)
         if plan is None:
             unread = 1 if request.proposer is None else request.proposer.num_unread
-            plan = controller.plan(len(request.tokens), drafted, sharing, unread)
+            plan = controller.plan(len(request.tokens), drafted, batch_size, unread)
         if not request.looks_up or not controller.considers_lookups(plan):
             request.match = NO_MATCH
             return plan
@@ -238,7 +238,7 @@ class SpeculativeDecoder:
         graph, max_depth = TokenGraph(request.root), request.tokens_left - 1
         if self._config is None or max_depth < 1:
             return Proposal(graph, root_alone(request.root), NO_SPECULATION if self._config is None else END_OF_ROOM)
-        if request.proposer is None or (plan is not None and plan.given):
+        if request.proposer is None or (plan is not None and plan.looked_up):
             return propose_found(request.root, request.look_up(max_depth), plan)
         if rules is None:
             return Proposal(graph, root_alone(request.root), NOT_WORTH_IT)
@@ -246,7 +246,7 @@ class SpeculativeDecoder:
         depth = max_depth if plan is None else min(max_depth, plan.depth)
         found = request.look_up(depth) if self._config.lookup_ngram else []
         if found and not rules.chooses:
-            graft_given(graph, found)
+            graft_lookup(graph, found)
         estimate = request.calibration or uncorrected
         grower, stopper = rules.grower(depth, estimate), rules.stopper(estimate)
         ranking_only = rules.ranks and not sampler.follows_path
@@ -263,9 +263,9 @@ class SpeculativeDecoder:
         """Score the root and the tree with the target, and choose the accepted path."""
         with request.scoring:
             ranks = TOP_IDS.name in self._target.spec.outputs  # then its most probable tokens are enough, no logits
-            follows_path, wanted = request.sampler.follows_path, request.sampler.wanted
+            follows_path, settings = request.sampler.follows_path, request.sampler.settings
             needs_best = ranks and request.greedy and not (request.needs_logits or follows_path)
-            batch = tree.to_batch(self._target.spec, request.cache.length, needs_best, wanted)
+            batch = tree.to_batch(self._target.spec, request.cache.length, needs_best, settings)
             output = yield Pass(self._target, batch, request.cache)
         if batch.ranking_only and output.top_ids is not None:
             return output, match_best(tree, output.top_ids[:, 0])

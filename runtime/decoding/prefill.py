@@ -13,7 +13,7 @@ from ..speculation.planning.cost import CostModel, PassCosts
 MAX_PAUSE_MS = 100.0  # default
 # Assumed time of the host for the log-probabilities of a row, per token of the vocabulary: 1.0 ms of 49,152 on a Zen 3.
 SCORE_SECONDS = 20e-9
-LEAST_ROWS = 2.0  # passes of one row: a shorter pause would make prompts take as long as texts
+MIN_ROWS = 2.0  # passes of one row: a shorter pause would make prompts take as long as texts
 
 
 def check_pause(milliseconds: float) -> None:
@@ -40,7 +40,7 @@ class PrefillLimit:
         passes = self._passes(spec.role)
         if passes is None:
             return spec.max_width
-        allowed = max(self._seconds, LEAST_ROWS * passes.at(1, context))
+        allowed = max(self._seconds, MIN_ROWS * passes.at(1, context))
         fitting = (width for width in spec.widths if passes.at(width, context) <= allowed)
         return max(fitting, default=spec.widths[0])
 
@@ -62,16 +62,16 @@ class PrefillLimit:
         """Whether each of these passes may be part of the next one. waiting: with each, whether it is one of a running
         text that reads no prompt. waited: seconds that such texts have waited for prompts, at most, since their last
         chunks."""
-        texts = [wanted for wanted, writes in waiting if writes]
+        texts = [work for work, writes in waiting if writes]
         admitted: list[bool] = []
         prompts: list[Work] = []
-        for wanted, writes in waiting:
-            fits = writes or waited + self.added(texts, [*prompts, wanted]) <= self._seconds
+        for work, writes in waiting:
+            fits = writes or waited + self.added(texts, [*prompts, work]) <= self._seconds
             if not fits and not waited and True not in admitted:
                 # Its turn, and too long beside texts: a chunk has at most `most_rows`.
-                return [each is wanted for each, _ in waiting]
+                return [each is work for each, _ in waiting]
             if fits and not writes:
-                prompts.append(wanted)
+                prompts.append(work)
             admitted.append(fits)
         return admitted
 

@@ -125,7 +125,7 @@ def growth_end(
     the text still allows. plan: the plan of this round, if any. by_rule: whether the stop rule ended the growth."""
     if by_rule:
         return f"stop rule {config.stop_rule}"
-    given = {edge.child for edges in graph.edges for edge in edges if edge.certain}
+    given = {edge.child for edges in graph.edges for edge in edges if edge.looked_up}
     deepest = max(depth for node, depth in enumerate(graph.depths) if node not in given)
     own, planned = config.deepest(greedy), max_depth if plan is None else plan.depth
     if deepest >= min(own, max_depth, planned):

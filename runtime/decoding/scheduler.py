@@ -53,7 +53,7 @@ class Scheduler(Generic[C]):
         self.changed = Condition()
         self.target, self.draft, self.slots = target, draft, slots
         self.drafts = DraftBudget() if drafts is None else drafts
-        self.num_sharing = 1  # requests that share passes at present
+        self.batch_size = 1  # requests that share passes at present
         self.pools = pools
         self._prefill = prefill
         self._slot_limit = slots.slots  # for all requests; smaller than `slots` after memory ran out
@@ -103,8 +103,8 @@ class Scheduler(Generic[C]):
     def step(self) -> Iterator[Event[C]]:
         """Run the next pass, joined for as many requests as fit into it; yields what happened, request by request."""
         running = list(self.queue.running)
-        wanted = running[0].next_pass if len(running) == self.num_sharing == 1 and running[0].running else None
-        if wanted is not None and not wanted.is_chunk:
+        work = running[0].next_pass if len(running) == self.batch_size == 1 and running[0].running else None
+        if work is not None and not work.is_chunk:
             served = running  # nothing to prepare, to select or to join
         else:
             yield from self._start(running)
@@ -139,7 +139,7 @@ class Scheduler(Generic[C]):
                     if free < 0:
                         break
                 started.append(request)
-        self.num_sharing = max(1, len(started))
+        self.batch_size = max(1, len(started))
         for request in started:
             if not request.started:
                 request.started = True
@@ -162,26 +162,26 @@ class Scheduler(Generic[C]):
 
     def _split(self, request: Request[C]) -> None:
         """Split a request's pass over a prompt that would keep running texts waiting."""
-        wanted = request.next_pass
-        if not isinstance(wanted, Pass) or request.writes or request.rest is not None or self.num_sharing == 1:
+        work = request.next_pass
+        if not isinstance(work, Pass) or request.writes or request.rest is not None or self.batch_size == 1:
             return
-        spec, texts = wanted.engine.spec, any(other.running for other in self.queue.running)
-        most = self._prefill.most_rows(spec, wanted.cache.length) if self._prefill and texts else spec.max_width
-        if wanted.num_rows > most and wanted.num_outputs == 1:
-            request.next_pass, request.rest = wanted.split(most)
+        spec, texts = work.engine.spec, any(other.running for other in self.queue.running)
+        most = self._prefill.most_rows(spec, work.cache.length) if self._prefill and texts else spec.max_width
+        if work.num_rows > most and work.num_outputs == 1:
+            request.next_pass, request.rest = work.split(most)
 
     def _recall(self, request: Request[C]) -> Iterator[Event[C]]:
         """Advance a request over the rows of its next passes that its engine's cache already holds."""
-        while isinstance(wanted := request.next_pass, Pass):
+        while isinstance(work := request.next_pass, Pass):
             try:
-                rest = wanted.engine.recall(wanted)
+                rest = work.engine.recall(work)
             except MemoryError as error:  # the state of the request's cache is unknown
                 yield self._fail(request, error)
                 return
-            if rest is wanted:
+            if rest is work:
                 return
-            if wanted.engine.spec.role != DRAFT:
-                request.stats.num_cached_tokens += wanted.num_rows - (rest.num_rows if rest else 0)
+            if work.engine.spec.role != DRAFT:
+                request.stats.num_cached_tokens += work.num_rows - (rest.num_rows if rest else 0)
             request.next_pass = rest
             if rest is None and request.rest is not None:
                 request.next_pass, request.rest = request.rest, None
@@ -233,9 +233,9 @@ class Scheduler(Generic[C]):
             yield from ended
             if ended:
                 return
-        for request, wanted in zip(served, works, strict=True):
+        for request, work in zip(served, works, strict=True):
             try:
-                output = wanted.run()
+                output = work.run()
             except BaseException as own:  # any error of this pass ends this request only
                 yield self._fail(request, out_of_memory() if isinstance(own, MemoryError) else own)
             else:
@@ -278,11 +278,11 @@ def select_joint(waiting: Sequence[AnyRequest], prefill: PrefillLimit | None = N
         return [request for request, _ in passes]
     if prefill is not None and any(request.writes for request, _ in passes):
         waited = max(request.waited for request, _ in passes if request.writes)
-        admitted = prefill.admit([(wanted, request.writes) for request, wanted in passes], waited)
+        admitted = prefill.admit([(work, request.writes) for request, work in passes], waited)
         passes = [each for each, is_admitted in zip(passes, admitted, strict=True) if is_admitted]
-    engine = next((wanted.engine for _, wanted in passes if wanted.engine.spec.role == DRAFT), passes[0][1].engine)
-    mine = [(request, wanted) for request, wanted in passes if wanted.engine is engine]
-    together: Any = [wanted for _, wanted in mine]
+    engine = next((work.engine for _, work in passes if work.engine.spec.role == DRAFT), passes[0][1].engine)
+    mine = [(request, work) for request, work in passes if work.engine is engine]
+    together: Any = [work for _, work in mine]
     return [request for request, _ in mine[: engine.num_joint(together)]]
 
 

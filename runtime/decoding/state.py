@@ -84,7 +84,7 @@ class RequestState:
             return
         if self.match.tokens:
             self.controller.observe_match(self.match, token_ids)
-        if plan.depth and not plan.given:
+        if plan.depth and not plan.looked_up:
             self.controller.observe(plan, acceptance.rows, choices_of(tree, acceptance.rows))
 
     def time_pass(self, rows: int) -> None:

@@ -31,8 +31,8 @@ class SpecDecodeStats:
     from another request.
 
     Where the cost model plans the rounds: expected_tokens, expected_seconds: sums over all plans. num_chains: plans for
-    a chain. num_chosen: plans for chosen tokens where the settings would draw them. num_given: plans for what a prompt
-    lookup found. switches: every switch between speculation and plain decoding, such lookups aside.
+    a chain. num_chosen: plans for chosen tokens where the settings would draw them. num_looked_up: plans for what a
+    prompt lookup found. switches: every switch between speculation and plain decoding, such lookups aside.
     """
 
     num_drafts: int = 0
@@ -52,7 +52,7 @@ class SpecDecodeStats:
     expected_seconds: float = 0.0
     num_chains: int = 0
     num_chosen: int = 0
-    num_given: int = 0
+    num_looked_up: int = 0
     switches: list[SpeculationSwitch] = field(default_factory=list)
     num_cached_tokens: int = 0
 
@@ -80,10 +80,10 @@ class SpecDecodeStats:
         self.expected_tokens += plan.tokens
         self.expected_seconds += plan.seconds
         self.num_chains += plan.chain
-        self.num_chosen += plan.chosen and not plan.given
-        self.num_given += plan.given
+        self.num_chosen += plan.chosen and not plan.looked_up
+        self.num_looked_up += plan.looked_up
         speculating, switches = plan.depth > 0, self.switches
-        counts = (speculating or bool(plan.reason)) and not (plan.probe or plan.given)
+        counts = (speculating or bool(plan.reason)) and not (plan.probe or plan.looked_up)
         if counts and speculating != (not switches or switches[-1].speculating):
             why = plan.reason or f"a proposal promises {plan.speed_up:.2f} times plain speed"
             reason = f"{'speculating' if speculating else 'decoding plainly'} because {why}"

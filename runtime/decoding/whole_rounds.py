@@ -64,7 +64,7 @@ def tree_of(outcome: RoundOutcome) -> TokenTree:
         children=tuple(children),
         nodes=tuple(range(count)),
         merged=(False,) * count,
-        certain=frozenset(),
+        looked_up=frozenset(),
         shares=outcome.shares,
         draft_probs={},
         remaining={},

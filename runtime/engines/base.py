@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from ...models.config import LlamaConfig
 from ...models.errors import EngineError
-from ..sampling.softmax import Softmax, Wanted
+from ..sampling.softmax import Softmax, SoftmaxSettings
 from .compatibility import TensorRTPlan
 
 if TYPE_CHECKING:  # rounds.py imports this module
@@ -82,7 +82,7 @@ class TokenBatch:
     the caller reads `top_ids` and `top_logprobs`, not the logits; the logits of an engine that has these outputs are
     then undefined. cache_only: the caller reads no output. slots: int64 [num_tokens], the cache slots into which a
     cache that `places` rows writes them; S is then the number of slots up to the last one in use. None: the
-    rows follow the others. wanted: by output row, what the caller will ask of the row's softmax, for engines that
+    rows follow the others. settings: by output row, what the caller will ask of the row's softmax, for engines that
     compute it in the pass; it may be shorter than the rows.
     """
 
@@ -94,7 +94,7 @@ class TokenBatch:
     ranking_only: bool = False
     cache_only: bool = False
     slots: NDArray[np.int64] | None = None
-    wanted: tuple[Wanted | None, ...] = ()
+    settings: tuple[SoftmaxSettings | None, ...] = ()
 
     @classmethod
     def pad(
@@ -105,7 +105,7 @@ class TokenBatch:
         width: int,
         last_only: bool = False,
         ranking_only: bool = False,
-        wanted: tuple[Wanted | None, ...] = (),
+        settings: tuple[SoftmaxSettings | None, ...] = (),
     ) -> TokenBatch:
         """Pad n rows with mask [n, s + n] to `width` rows. last_only: the last real row is
         the only output row; else all rows are.
@@ -122,7 +122,7 @@ class TokenBatch:
             mask = wide
         output_rows = np.array([rows - 1]) if last_only else every_row(width)
         ids, positions = np.asarray(token_ids, np.int64), np.asarray(position_ids, np.int64)
-        return cls(ids, positions, mask, output_rows, rows, ranking_only, wanted=wanted)
+        return cls(ids, positions, mask, output_rows, rows, ranking_only, settings=settings)
 
 
 def read_only(array: Array) -> Array:
@@ -151,7 +151,7 @@ class ForwardOutput(NamedTuple):
     tokens under the unprocessed distribution, best first; None on an engine without these outputs. Of a trimmed draft V
     is the number of kept tokens, and DraftVocabulary says which token a column is. acceptance: float32 [R], the
     probability that the target accepts the row's own token; None where the draft has no acceptance head. softmaxes: of
-    rows for which `TokenBatch.wanted` was computed; may be shorter than the rows.
+    rows for which `TokenBatch.settings` was computed; may be shorter than the rows.
     """
 
     logits: NDArray[np.float32]
@@ -273,10 +273,10 @@ class Engine(ABC):
         """Steps that may precede the first request, which then waits for no preparation. Most engines have none."""
         return ()
 
-    def recall(self, wanted: Pass) -> Pass | None:
+    def recall(self, work: Pass) -> Pass | None:
         """Let the pass's cache take over rows that the engine already holds. Returns the pass over the other rows, or
         None when no row is left."""
-        return wanted
+        return work
 
     def set_limit(self, slots: int | None) -> None:  # noqa: B027 - most engines share no slots
         """Set the number of slots to which a shared cache may grow. None: as many as when it was opened."""

@@ -1,4 +1,4 @@
-"""KV caches that allocate slots as a sequence grows. Accepted rows move directly behind the committed rows."""
+"""KV caches that allocate slots as a sequence grows. Accepted rows move directly after the committed rows."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ class GrowingKVCache(ABC):
         self._replace(min(max(capacity, used, FIRST_CAPACITY), self._limit), used)
 
     def reserve(self, batch: TokenBatch) -> int:
-        """Allocate slots for a batch behind all computed rows; returns the slot of the batch's first row.
+        """Allocate slots for a batch after all computed rows; returns the slot of the batch's first row.
 
         The capacity doubles when it is too small, so growth costs O(1) per row. Raises EngineError when the engine has
         no pass of this width, when the limit of slots is too small, and for slots of a batch that cannot be its own.
@@ -138,8 +138,8 @@ class GrowingKVCache(ABC):
         return used
 
     def repeat(self, length: int) -> None:
-        """Commit copies of the committed rows, one after the other, until there are `length`. Passes behind them take
-        as long as behind a text of so many tokens, and their outputs mean nothing. Raises EngineError where there is no
+        """Commit copies of the committed rows, one after the other, until there are `length`. Passes after them take
+        as long as after a text of so many tokens, and their outputs mean nothing. Raises EngineError where there is no
         committed row, where there are speculative ones, and for more rows than the cache may have."""
         if not self.length or self.speculative:
             raise EngineError("only committed rows, at least one, can be repeated")

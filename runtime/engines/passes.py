@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from ..sampling.softmax import Wanted
+from ..sampling.softmax import SoftmaxSettings
 from .base import Engine, EngineSpec, ForwardOutput, KVCache, Pass, TokenBatch, causal_mask
 from .rounds import Work
 
@@ -25,13 +25,13 @@ def causal_batch(
     token_ids: Sequence[int],
     start: int,
     ranking_only: bool = False,
-    asked: Wanted | None = None,
+    settings: SoftmaxSettings | None = None,
 ) -> TokenBatch:
     """A batch for a chunk of committed text that begins at position `start`. Its only output row is the last token.
-    asked: of the softmax of this row."""
-    rows, wanted = len(token_ids), () if asked is None else (asked,)
+    settings: of the softmax of this row."""
+    rows, every = len(token_ids), () if settings is None else (settings,)
     mask, width, positions = causal_mask(rows), spec.width_for(rows), np.arange(start, start + rows)
-    return TokenBatch.pad(token_ids, positions, mask, width, True, ranking_only, wanted)
+    return TokenBatch.pad(token_ids, positions, mask, width, True, ranking_only, every)
 
 
 def prefill_passes(
@@ -40,16 +40,16 @@ def prefill_passes(
     token_ids: Sequence[int],
     ranking_only: bool = False,
     output_read: bool = True,
-    asked: Wanted | None = None,
+    settings: SoftmaxSettings | None = None,
 ) -> Passes[ForwardOutput | None]:
     """Append committed text to a cache in chunks. Returns the output of the last pass, which holds the last token's
-    row; None for empty text. The output may also be None when `output_read` is False. asked: of the softmax of that
+    row; None for empty text. The output may also be None when `output_read` is False. settings: of the softmax of that
     row."""
     output, end, of_prompt = None, 0, len(token_ids) > PENDING
     while end < len(token_ids):
         chunk = token_ids[end : end + engine.spec.chunk_size(len(token_ids) - end)]
         end += len(chunk)
-        batch = causal_batch(engine.spec, chunk, cache.length, ranking_only, asked=asked)
+        batch = causal_batch(engine.spec, chunk, cache.length, ranking_only, settings=settings)
         output = yield Pass(engine, batch, cache, output_read and end == len(token_ids), of_prompt)
         cache.commit(range(len(chunk)))
     return output
@@ -63,9 +63,9 @@ def prefill(engine: Engine, cache: KVCache, token_ids: Sequence[int]) -> Forward
 def run(passes: Passes[T]) -> T:
     """Run each pass as soon as the generator requests it; returns the generator's result."""
     try:
-        wanted = next(passes)
+        work = next(passes)
         while True:
-            wanted = passes.send(wanted.run())
+            work = passes.send(work.run())
     except StopIteration as end:
         result: T = end.value
         return result

@@ -87,7 +87,7 @@ class RoundDraws(NamedTuple):
 class RoundOutcome(NamedTuple):
     """token_ids, parents, depths, shares: of the rows of the verified tree, the root first, whose parent is -1; a share
     is the draft's probability of the row's token, see TokenGraph. accepted: the accepted rows, a path. written: their
-    tokens, and the target's own behind them. num_scored: how many accepted rows, from the first on, the draft has read.
+    tokens, and the target's own after them. num_scored: how many accepted rows, from the first on, the draft has read.
     used: how many of its uniform numbers for the draft, for tests and for the target's own tokens. draft_passes,
     draft_rows: of the draft, padding included. seconds: of the passes of draft and target, where the round measures
     them; else all of its time counts as the target's."""

@@ -135,7 +135,7 @@ class RoundRecorder:
                 status = ACCEPTED if edge.child in on_path else REJECTED if edge.child in sent else NOT_SENT
                 token, depth = graph.tokens[edge.child], graph.depths[edge.child]
                 text = self._text_of(token)
-                nodes.append(DraftedNode(edge.child, token, text, depth, parent, q, p, status, edge.certain))
+                nodes.append(DraftedNode(edge.child, token, text, depth, parent, q, p, status, edge.looked_up))
         own, last = round.acceptance.next_token, round.acceptance.rows[-1] if round.acceptance.rows else 0
         self.rounds.append(
             ExplainedRound(
@@ -166,7 +166,7 @@ class RoundRecorder:
 def draft_probability(graph: TokenGraph, parent: int, edge: Edge, ranked: bool) -> float | None:
     """The draft's probability of an edge's token. None for a given token, and for growers that store no probabilities.
     ranked: whether the graph's values are log-probabilities."""
-    if edge.certain:
+    if edge.looked_up:
         return None
     if parent in graph.draft_probs:
         return graph.draft_probs[parent].probability(graph.tokens[edge.child])

@@ -13,7 +13,7 @@ from ...models.errors import RequestError
 
 
 class Constraint(Protocol):
-    """A grammar's state behind one text. At first the text is empty.
+    """A grammar's state after one text. At first the text is empty.
 
     One object serves all paths of a proposal: it goes back to the place where two paths part, and advances from there.
     A copy for each node would take time in proportion to the length of the text.
@@ -40,7 +40,7 @@ class PathMasks:
 
     def __init__(self, constraint: Constraint) -> None:
         self._constraint = constraint
-        self._path: list[int] = []  # behind which the constraint stands
+        self._path: list[int] = []  # after which the constraint stands
         self._masks: dict[tuple[int, ...], NDArray[np.bool_] | None] = {}
 
     def after(self, path: Sequence[int]) -> NDArray[np.bool_] | None:
@@ -53,15 +53,15 @@ class PathMasks:
         return self._masks[key]
 
     def ends(self, path: Sequence[int]) -> bool:
-        """Whether the text is complete behind a path of allowed tokens."""
+        """Whether the text is complete after a path of allowed tokens."""
         return self._move(path) and self._constraint.ended
 
     def commit(self, tokens: Sequence[int]) -> None:
-        """Make a path of allowed tokens part of the text. Paths begin behind it from now on. Raises RequestError if the
+        """Make a path of allowed tokens part of the text. Paths begin after it from now on. Raises RequestError if the
         grammar refuses a token that its mask allowed."""
         if not self._move(tokens):
             raise RequestError(
-                f"the structured output allows one of the tokens {list(tokens)}, but cannot continue behind it: "
+                f"the structured output allows one of the tokens {list(tokens)}, but cannot continue after it: "
                 "leave special tokens out of it"
             )
         last = tuple(tokens)
@@ -69,7 +69,7 @@ class PathMasks:
         self._path = []
 
     def _move(self, path: Sequence[int]) -> bool:
-        """Move the constraint behind a path. False if it does not allow the path."""
+        """Move the constraint after a path. False if it does not allow the path."""
         shared = 0
         while shared < min(len(path), len(self._path)) and path[shared] == self._path[shared]:
             shared += 1

@@ -98,7 +98,7 @@ class Processing:
             raise DeadEndError(f"nothing follows the tokens {list(path)} of a proposal") from error
 
     def apply_open(self, logits: NDArray[np.float32], path: Sequence[int]) -> NDArray[np.floating[Any]] | None:
-        """What `apply` makes of the draft's logits; None if a branch of the proposal ends behind `path`: at a dead end,
+        """What `apply` makes of the draft's logits; None if a branch of the proposal ends after `path`: at a dead end,
         where the text has ended or has left the grammar, or where the draft predicts none of the tokens that may
         follow."""
         try:
@@ -110,7 +110,7 @@ class Processing:
         return None if self._is_left(path) or scores.max() == -np.inf else scores
 
     def allows_any(self, tokens: NDArray[np.int64], path: Sequence[int]) -> bool:
-        """Whether one of these tokens [N] may follow `path`, behind which a branch has not ended."""
+        """Whether one of these tokens [N] may follow `path`, after which a branch has not ended."""
         mask = self._mask(path)
         return mask is None or bool(mask[tokens].any())
 
@@ -126,7 +126,7 @@ class Processing:
         return len(tokens)
 
     def _is_left(self, path: Sequence[int]) -> bool:
-        """Whether the text has ended, or has left the grammar, behind `path`."""
+        """Whether the text has ended, or has left the grammar, after `path`."""
         return self._masks is not None and self._masks.after(path) is None
 
     def _mask(self, path: Sequence[int]) -> NDArray[np.bool_] | None:
@@ -138,7 +138,7 @@ class Processing:
         return free if lawful is None else lawful & free
 
     def completes(self, path: Sequence[int]) -> bool:
-        """Whether the text is complete behind `path`, which the constraint allows."""
+        """Whether the text is complete after `path`, which the constraint allows."""
         return self._masks is not None and self._masks.ends(path)
 
     def _changed(self, logits: NDArray[np.float32], path: Sequence[int]) -> NDArray[np.float64]:

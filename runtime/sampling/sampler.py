@@ -18,7 +18,7 @@ from .constraint import Constraint
 from .params import SamplingParams, require
 from .processing import DeadEndError, Processing
 from .random import RandomStream
-from .softmax import NumpySoftmax, Softmax, Wanted, best
+from .softmax import NumpySoftmax, Softmax, SoftmaxSettings, best
 from .weights import NOTHING, DeadEnd, KeptWeights, Weights
 
 NEGLIGIBLE = 1e-4  # share of the most probable token's probability; drafts without these tokens are accepted as often
@@ -75,8 +75,8 @@ class Sampler:
         self.truncates_by_order = self._top_k > 0 or params.top_p < 1
         self.truncates = self.truncates_by_order or params.min_p > 0
         self._least = max(params.min_p, NEGLIGIBLE)
-        self._wanted = wanted_by(params.temperature, params.top_p, self._top_k, params.min_p)
-        self._drawn = None if params.greedy else Wanted(params.temperature, False, self._least)
+        self._settings = settings_by(params.temperature, params.top_p, self._top_k, params.min_p)
+        self._drawn = None if params.greedy else SoftmaxSettings(params.temperature, False, self._least)
 
     @property
     def output(self) -> list[int]:
@@ -94,13 +94,13 @@ class Sampler:
             self.follows_path = self.processing.follows_path
 
     @property
-    def wanted(self) -> Wanted | None:
+    def settings(self) -> SoftmaxSettings | None:
         """What `choose` and `weights` will ask of the softmax of a row of logits; None if an engine cannot know it in
         its pass, because the request changes the logits first."""
-        return None if self.follows_path else self._wanted
+        return None if self.follows_path else self._settings
 
     @property
-    def drawn(self) -> Wanted | None:
+    def drawn(self) -> SoftmaxSettings | None:
         """The same of `candidates`; None at temperature 0, too."""
         return None if self.follows_path else self._drawn
 
@@ -124,7 +124,7 @@ class Sampler:
 
     def weights(self, logits: NDArray[np.float32], path: Sequence[int], softmax: Softmax | None = None) -> Weights:
         """The same up to a factor, maybe in a buffer that the next call with a path of this length overwrites.
-        softmax: of this row, which its engine has prepared for the `wanted` settings."""
+        softmax: of this row, which its engine has prepared for the `settings`."""
         scores, known = self._scored(logits, path, softmax)
         if not (self.params.greedy or self.truncates):
             return known.weights(scores, self.params.temperature, self._buffer(path))
@@ -170,7 +170,7 @@ class Sampler:
         self, logits: NDArray[np.float32], path: Sequence[int], softmax: Softmax | None = None
     ) -> tuple[NDArray[np.floating[Any]], Softmax]:
         """Logits [V] after processing, if the request has any, and the softmax to use on them: the one that `weights`
-        was given, unless they have changed. Raises RequestError if no token is left, DeadEndError behind a path."""
+        was given, unless they have changed. Raises RequestError if no token is left, DeadEndError after a path."""
         if self.follows_path:
             return self.processing.apply_checked(logits, path), self._softmax
         return logits, softmax or self._softmax
@@ -236,13 +236,13 @@ class ScoredRows:
             return NOTHING
 
 
-def wanted_by(temperature: float, top_p: float, top_k: int, min_p: float) -> Wanted:
+def settings_by(temperature: float, top_p: float, top_k: int, min_p: float) -> SoftmaxSettings:
     """What the choice of a token with these settings asks of the softmax of a row. top_k: 0 where it keeps all
     tokens."""
     if not temperature:
-        return Wanted(0.0, False, 0.0)
+        return SoftmaxSettings(0.0, False, 0.0)
     share = min_p or (NEGLIGIBLE if top_k > 0 or top_p < 1 else 0.0)
-    return Wanted(temperature, not (min_p > 0 or top_k > 0), share)
+    return SoftmaxSettings(temperature, not (min_p > 0 or top_k > 0), share)
 
 
 def top(scores: NDArray[np.floating[Any]], likely: NDArray[np.int64], count: int) -> NDArray[np.int64]:

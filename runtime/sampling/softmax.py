@@ -1,8 +1,8 @@
 """Softmax of a row of logits, up to a factor: the distribution of a token before truncation.
 
 Verification needs a softmax over the whole vocabulary for every row of an accepted path. Therefore an engine may
-provide a faster one than numpy's (`HasSoftmax`), and may compute what a request will ask of it (`Wanted`) in the pass
-that scores the row.
+provide a faster one than numpy's (`HasSoftmax`), and may compute what a request will ask of it (`SoftmaxSettings`) in
+the pass that scores the row.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ NO_NUMBERS = (
 )
 
 
-class Wanted(NamedTuple):
+class SoftmaxSettings(NamedTuple):
     """What a request will ask of the softmax of a row: at this temperature the weights of all tokens, if `weights`, and
     the tokens that are at least `share` times as probable as the best one, if `share` is above 0. At temperature 0 the
     best token alone."""

@@ -30,7 +30,7 @@ class TimeLimit:
         return None if self.seconds is None else max(0.0, self.arrived + self.seconds - monotonic())
 
 
-async def while_wanted(work: Coroutine[Any, Any, T], gone: Coroutine[Any, Any, None], limit: TimeLimit | None) -> T:
+async def while_connected(work: Coroutine[Any, Any, T], gone: Coroutine[Any, Any, None], limit: TimeLimit | None) -> T:
     """The result of `work`. It is cancelled when `gone` ends, with ClientGone, and when no time is left, with
     DeadlineError."""
     left = None if limit is None else limit.left

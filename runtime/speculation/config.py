@@ -22,7 +22,7 @@ from .planning.calibration import Calibration, Estimate, uncorrected
 from .planning.controller import Controller, Limits
 from .planning.cost import CostModel
 from .planning.estimate import Shapes
-from .planning.experience import Experience
+from .planning.history import History
 from .verifier import VERIFIERS, Verifier, sample_and_match
 
 # The verifiers that are exact for each kind of proposal, best first (docs/papers.md, What is biased).
@@ -184,7 +184,7 @@ class SpeculativeConfig:
         return self._kind.shape is not None
 
     @property
-    def max_given(self) -> int:
+    def max_lookup(self) -> int:
         """The most tokens that a prompt lookup adds to a proposal."""
         if not self.drafts:
             return min(self.lookup_len, self.max_draft_len)
@@ -194,8 +194,8 @@ class SpeculativeConfig:
     def max_tokens(self) -> int:
         """The most tokens of one proposal, without its root."""
         if not self.drafts:
-            return self.max_given
-        return (self.max_draft_len if self._kind.is_chain else self.max_total_draft_tokens) + self.max_given
+            return self.max_lookup
+        return (self.max_draft_len if self._kind.is_chain else self.max_total_draft_tokens) + self.max_lookup
 
     @property
     def max_frontier(self) -> int:
@@ -244,7 +244,7 @@ class SpeculativeConfig:
         costs: CostModel,
         widths: Sequence[int],
         greedy: bool,
-        experience: Experience | None = None,
+        history: History | None = None,
         budget: DraftBudget | None = None,
         draft_context: int | None = None,
     ) -> Controller | None:
@@ -255,7 +255,7 @@ class SpeculativeConfig:
         shapes, drawn = self._shapes(widths), greedy or self.stop_rule != "fixed" or self.key == "head"
         # Only matching verifies chosen tokens.
         chooses = self.grow == AUTO and shapes.chain and self.verify == AUTO and not drawn
-        return Controller(costs, shapes, greedy, experience, budget, draft_context, chooses, self.looks_up(greedy))
+        return Controller(costs, shapes, greedy, history, budget, draft_context, chooses, self.looks_up(greedy))
 
     def looks_up(self, greedy: bool) -> bool:
         """Whether the tokens of a round may be those that a prompt lookup found. They are exact under matching only."""
@@ -268,17 +268,17 @@ class SpeculativeConfig:
     def _shapes(self, widths: Sequence[int]) -> Shapes:
         """The shapes of proposals from which a controller may choose."""
         if self.shaped:
-            return Shapes((len(self._limits().shape),), self.deepest(True), self.max_frontier, False, self.max_given)
+            return Shapes((len(self._limits().shape),), self.deepest(True), self.max_frontier, False, self.max_lookup)
         if not self.drafts:
-            return Shapes((), self.max_given, 0, True, 0)
+            return Shapes((), self.max_lookup, 0, True, 0)
         if self._kind.is_chain:
-            return Shapes((), self.max_draft_len, 1, True, self.max_given)
+            return Shapes((), self.max_draft_len, 1, True, self.max_lookup)
         most = self.max_total_draft_tokens
         depth = min(self.max_draft_len, most)  # also of a chain or a lookup in the place of a tree
-        sizes = {most, *(width - 1 - self.max_given for width in widths if 0 < width - 1 - self.max_given < most)}
+        sizes = {most, *(width - 1 - self.max_lookup for width in widths if 0 < width - 1 - self.max_lookup < most)}
         # A chain is drawn like the tree's first branch, and every verifier that is exact for trees is exact for chains.
         either = self.grow == AUTO and self.merge == "none" and not self.lookup_ngram
-        return Shapes(tuple(sorted(sizes)), depth, self.frontier_width, either, self.max_given)
+        return Shapes(tuple(sorted(sizes)), depth, self.frontier_width, either, self.max_lookup)
 
     def within(self, depth: int, size: int, chain: bool, chosen: bool) -> SpeculativeConfig:
         """The same configuration with a plan's limits. A shape that the settings fix keeps its size."""
@@ -308,7 +308,7 @@ class SpeculativeConfig:
     def lookup(self, greedy: bool) -> PromptLookup | None:
         """The n-gram index of one request, if the configuration enables prompt lookup."""
         if self.lookup_ngram or not self.drafts:
-            return PromptLookup((self.lookup_ngram,) if self.lookup_ngram else LENGTHS, self.max_given)
+            return PromptLookup((self.lookup_ngram,) if self.lookup_ngram else LENGTHS, self.max_lookup)
         return PromptLookup(LENGTHS, self._shapes(()).depth) if self.looks_up(greedy) else None
 
     def verifier(self, greedy: bool) -> Verifier:

@@ -11,7 +11,7 @@ from ..engines.passes import PENDING, Passes, causal_batch, prefill_passes
 from ..engines.rounds import RoundOutcome
 from ..sampling.random import RandomStream
 from ..sampling.sampler import Sampler
-from ..sampling.softmax import Wanted
+from ..sampling.softmax import SoftmaxSettings
 from .graph.token_graph import ROOT, TokenGraph
 from .graph.token_tree import TokenTree
 from .growers.baseline import Grower
@@ -90,12 +90,12 @@ class DraftProposer:
         pending = self.pending
         self.passes += 1
         self.rows += len(pending)
-        asked = None if ranking_only else sampler.drawn
+        settings = None if ranking_only else sampler.drawn
         most = min(PENDING, self._engine.spec.max_width)
         read = len(pending) - 1 if len(pending) > most else 0  # in passes that others need not wait for
         with self.scoring:
             yield from prefill_passes(self._engine, self.cache, pending[:read], output_read=False)
-            batch = causal_batch(self._engine.spec, pending[read:], self.cache.length, ranking_only, asked)
+            batch = causal_batch(self._engine.spec, pending[read:], self.cache.length, ranking_only, settings)
             output = yield Pass(self._engine, batch, self.cache)
             self.cache.commit(range(batch.num_tokens))
         self._slots, self._visible = {}, []
@@ -115,7 +115,7 @@ class DraftProposer:
                 nodes = [node for node in frontier if not stopper.before_score(graph, node)]
             if not nodes:
                 return bool(frontier)
-            output = yield from self._score(graph, nodes, ranking_only, asked)
+            output = yield from self._score(graph, nodes, ranking_only, settings)
 
     def commit(self, tree: TokenTree, rows: Sequence[int]) -> None:
         """Keep the draft's cache of accepted rows, up to the first row that the draft has not scored in the context of
@@ -130,9 +130,9 @@ class DraftProposer:
         self.cache.close()
 
     def _score(
-        self, graph: TokenGraph, nodes: Sequence[int], ranking_only: bool, asked: Wanted | None
+        self, graph: TokenGraph, nodes: Sequence[int], ranking_only: bool, settings: SoftmaxSettings | None
     ) -> Passes[ForwardOutput]:
-        """One draft pass over `nodes`, which get the next cache slots. asked: of the softmax of each row."""
+        """One draft pass over `nodes`, which get the next cache slots. settings: of the softmax of each row."""
         first, count = self.cache.speculative, len(nodes)
         self.passes += 1
         self.rows += count
@@ -148,8 +148,8 @@ class DraftProposer:
         positions = [last + graph.depths[node] for node in nodes]
         tokens = [graph.tokens[node] for node in nodes]
         width = self._engine.spec.width_for(count)
-        wanted = () if asked is None else (asked,) * count
-        batch = TokenBatch.pad(tokens, positions, mask, width, ranking_only=ranking_only, wanted=wanted)
+        every = () if settings is None else (settings,) * count
+        batch = TokenBatch.pad(tokens, positions, mask, width, ranking_only=ranking_only, settings=every)
         with self.scoring:
             return (yield Pass(self._engine, batch, self.cache))
 

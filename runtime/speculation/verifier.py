@@ -158,14 +158,14 @@ def offers_at(
     in the ids, and D [K], the distribution that it was offered from: the remaining q of a drawn child, or a point mass
     for a child that was given, not drawn."""
     q = tree.draft_probs.get(row, NO_CANDIDATES)
-    given = [tree.token_ids[child] for child in children if child in tree.certain]
+    given = [tree.token_ids[child] for child in children if child in tree.looked_up]
     if not given:
         return q.ids, [(child, q.place(tree.token_ids[child]), tree.remaining[child]) for child in children]
     ids = np.union1d(q.ids, given)
     offers = []
     for child in children:
         y, D = int(ids.searchsorted(tree.token_ids[child])), np.zeros(len(ids))
-        if child in tree.certain:
+        if child in tree.looked_up:
             D[y] = 1.0
         else:
             D[ids.searchsorted(q.ids)] = tree.remaining[child]

@@ -33,7 +33,7 @@ LIBRARY = "llguidance"
 PROCESSES = 2
 KEPT, KEPT_BYTES = 32, 256 << 20  # most grammars that are kept, and their memory when they were compiled
 # The same memory of the grammars of all requests, kept or not. Any grammar that compiles fits beside the kept ones.
-MOST_BYTES = grammar_worker.MEMORY_BYTES + KEPT_BYTES
+MAX_BYTES = grammar_worker.MEMORY_BYTES + KEPT_BYTES
 SMALL_BYTES = 4 << 20  # a smaller grammar is never refused: the number of requests bounds how many there are
 
 
@@ -220,7 +220,7 @@ class Grammars:
         share, available = Share(num_bytes), available_bytes()
         with self._lock:
             taken = sum(each.num_bytes for each in self._shares)
-            room = MOST_BYTES - taken if available is None else min(MOST_BYTES - taken, available)
+            room = MAX_BYTES - taken if available is None else min(MAX_BYTES - taken, available)
             if num_bytes > max(room, SMALL_BYTES):
                 raise OutOfMemoryError(
                     f"the structured output takes {num_bytes >> 20} MiB of memory, and those of other requests leave "

@@ -18,9 +18,9 @@ from ...models.errors import RequestError, shown
 from ..sampling.structured import at, numbers_in
 from .json_values import EXACT, HIGH, LOW, TYPES, bound, digits_between, exclude, fits, is_large, names_of
 
-LEAST_DIGITS = 16  # of a number without a longer one in its schema: enough for EXACT
-MOST_DIGITS = 100  # of a literal number
-MOST_OPTIONS = 128  # of a oneOf: its options are compared in pairs
+MIN_DIGITS = 16  # of a number without a longer one in its schema: enough for EXACT
+MAX_DIGITS = 100  # of a literal number
+MAX_OPTIONS = 128  # of a oneOf: its options are compared in pairs
 SCHEMA, SCHEMAS = ("additionalItems", "additionalProperties", "items"), ("allOf", "anyOf", "oneOf", "prefixItems")
 NAMED_SCHEMAS = ("patternProperties", "properties")
 COUNTS = ("minItems", "maxItems", "minLength", "maxLength", "minProperties", "maxProperties")
@@ -91,7 +91,7 @@ class SchemaReader:
         self._root, self._place = root, place
         self._references: list[str] = []
         self._targets: dict[str, int] = {}  # their places in this list, which are the numbers of definitions
-        self._digits = LEAST_DIGITS
+        self._digits = MIN_DIGITS
         self._doubtful = ""
 
     def read(self) -> Schema:
@@ -151,8 +151,8 @@ class SchemaReader:
         """Note how many digits the numbers have. Refuse those with too many."""
         for inside, number in numbers_in(value, place):
             digits = len(format(Decimal(repr(number)), "f").lstrip("-"))
-            if isinstance(number, int) and digits > MOST_DIGITS:
-                raise refused(inside, f"a whole number of more than {MOST_DIGITS} digits is not supported")
+            if isinstance(number, int) and digits > MAX_DIGITS:
+                raise refused(inside, f"a whole number of more than {MAX_DIGITS} digits is not supported")
             self._digits = max(self._digits, digits)
 
     def _check_types(self, kept: Mapping[str, Any], place: str) -> None:
@@ -197,8 +197,8 @@ class SchemaReader:
         """Replace oneOf by anyOf, where its options exclude each other or can be made to. Otherwise the library may
         still see that they do."""
         options, raws = kept["oneOf"], [self._resolved(each) for each in node["oneOf"]]
-        if len(options) > MOST_OPTIONS:
-            raise refused(at(place, "oneOf"), f"at most {MOST_OPTIONS} options are supported")
+        if len(options) > MAX_OPTIONS:
+            raise refused(at(place, "oneOf"), f"at most {MAX_OPTIONS} options are supported")
         bare = [set(each) & SUPPORTED <= {"type", "format"} and each.get("type") for each in raws]
         if "integer" in bare and "number" in bare:  # then a whole number is both, and the other numbers are one
             rest = [index for index, each in enumerate(bare) if each not in ("integer", "number")]
@@ -227,7 +227,7 @@ class SchemaReader:
 
     def _resolved(self, node: Any) -> Mapping[str, Any]:
         """The schema that references lead to, as far as they stand alone; empty for true and false."""
-        for _ in range(MOST_OPTIONS):
+        for _ in range(MAX_OPTIONS):
             if not isinstance(node, Mapping) or set(node) & SUPPORTED != {"$ref"}:
                 break
             node = self._raw(node["$ref"]) if isinstance(node["$ref"], str) else None

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from .grammar_worker import WHITESPACE
 from .schema import NAMED_SCHEMAS, SCHEMA, SCHEMAS, Literal, Schema, lark_text, read_schema, refused
 
-MOST_RULES = 1 << 20  # characters of all rules of a schema
+MAX_RULES = 1 << 20  # characters of all rules of a schema
 SPACE = f"SP: /{WHITESPACE}/"  # the terminal between the parts of our own rules
 
 
@@ -72,7 +72,7 @@ class SchemaWriter:
     def _add(self, line: str) -> None:
         self.lines.append(line)
         self._size += len(line)
-        if self._size > MOST_RULES:
+        if self._size > MAX_RULES:
             raise refused(self._place, "the schema is too large: simplify it")
 
     def _definition(self, index: int) -> str:

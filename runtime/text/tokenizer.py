@@ -14,7 +14,7 @@ from typing import Any
 from tokenizers import Tokenizer as TokenizerJson
 
 from ...models.errors import BundleError, RequestError, shown
-from ...models.plain_files import MOST_TOKENIZER, parse_object, read_object, read_plain
+from ...models.plain_files import MAX_TOKENIZER, parse_object, read_object, read_plain
 from . import tokenizer_worker
 from .chat_template import ChatTemplate
 from .token_length import BYTES, longest_token, parts
@@ -253,7 +253,7 @@ def read_backend(file: Path) -> tuple[TokenizerJson, WorkerPool | None]:
     if not file.is_file():
         raise BundleError(f"{file} is missing: rebuild the bundle")
     try:
-        read = read_plain(file, MOST_TOKENIZER)
+        read = read_plain(file, MAX_TOKENIZER)
         content = parse_object(read, strict=True)
     except (OSError, ValueError) as error:
         raise BundleError(f"{file} is not a readable tokenizer ({error}): rebuild the bundle") from error

@@ -16,9 +16,9 @@ from typing import Any, TypeGuard
 from ...models.fields import MOST
 from .split_patterns import is_linear
 
-MOST_STEPS = 32  # of a normalizer, pre-tokenizer, post-processor or decoder; published ones have 10
-MOST_ADDED = 32  # special tokens around a text
-MOST_GROWTH = 4  # times as many characters: what the library itself does to the characters of bytes
+MAX_STEPS = 32  # of a normalizer, pre-tokenizer, post-processor or decoder; published ones have 10
+MAX_ADDED = 32  # special tokens around a text
+MAX_GROWTH = 4  # times as many characters: what the library itself does to the characters of bytes
 LONGEST_TOKEN, LONGEST_UNIGRAM = 1024, 128  # characters; published ones have 128, and of unigram models 16
 VOCABULARY_BYTES, UNIGRAM_BYTES = 1 << 23, 1 << 22  # of all tokens; of each byte a unigram model makes up to 340
 LONGEST_TEXT = 64  # characters of what a step looks for or puts before a text
@@ -52,18 +52,18 @@ def problems(content: Mapping[str, Any]) -> Iterator[str]:
                 )
                 break
     for name in ("normalizer", "pre_tokenizer", "post_processor", "decoder"):
-        if sum(1 for _ in parts(content.get(name))) > MOST_STEPS:
-            yield f"its {name} has more than {MOST_STEPS} steps: leave out those that change nothing"
+        if sum(1 for _ in parts(content.get(name))) > MAX_STEPS:
+            yield f"its {name} has more than {MAX_STEPS} steps: leave out those that change nothing"
     decoders = list(parts(content.get("decoder")))
     for part in decoders:
         if part.get("type") not in (*DECODERS, "Replace"):
             yield f"its decoder has a step {part.get('type')!r}, and {', '.join(DECODERS)} are known: use these"
         if part.get("type") == "Strip" and part.get("stop"):
             yield "its decoder strips characters from the end, at which the library fails for shorter texts: set stop 0"
-    if prod(growth(part, DECODERS) for part in decoders) > MOST_GROWTH:
+    if prod(growth(part, DECODERS) for part in decoders) > MAX_GROWTH:
         yield (
             "its decoder rewrites texts by a regular expression, or writes more than "
-            f"{MOST_GROWTH} characters for one: replace texts by texts that are hardly longer"
+            f"{MAX_GROWTH} characters for one: replace texts by texts that are hardly longer"
         )
     for part in parts(content.get("pre_tokenizer")):
         if part.get("type") == "FixedLength" and not part.get("length"):
@@ -134,8 +134,8 @@ def around_problems(post_processor: Any) -> Iterator[str]:
             yield "its template for one text names a second one: leave the sequence B out of `single`"
         if len(texts) > 1:
             yield "its template for one text writes the text more than once: leave one sequence A in `single`"
-    if added > MOST_ADDED:
-        yield f"its template puts {added} special tokens around a text, more than {MOST_ADDED}: leave some out"
+    if added > MAX_ADDED:
+        yield f"its template puts {added} special tokens around a text, more than {MAX_ADDED}: leave some out"
 
 
 def growth(part: Mapping[str, Any], known: Mapping[str, int]) -> float:
@@ -168,7 +168,7 @@ def is_proved(content: Mapping[str, Any]) -> bool:
     than for published tokenizers. `problems` has found none."""
     normalizers, splits = list(parts(content.get("normalizer"))), list(parts(content.get("pre_tokenizer")))
     return (
-        prod(growth(part, NORMALIZERS) for part in normalizers) <= MOST_GROWTH
+        prod(growth(part, NORMALIZERS) for part in normalizers) <= MAX_GROWTH
         and all(map(splits_quickly, splits))
         and sum(part.get("type") in WRITERS for part in splits) <= 1
         and merges_quickly(content.get("model"))

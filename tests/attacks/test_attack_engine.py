@@ -1,4 +1,4 @@
-"""What runs behind the HTTP door, attacked in a real server process: panics in every thread, templates that loop or eat
+"""What runs after the HTTP door, attacked in a real server process: panics in every thread, templates that loop or eat
 memory, long texts, and too little memory. Everybody gets an answer, and health says what is true."""
 
 from __future__ import annotations

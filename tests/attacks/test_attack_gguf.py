@@ -19,7 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from draftwood.builder.checkpoints.checkpoint import Checkpoint
-from draftwood.builder.checkpoints.gguf.header import MOST_ELEMENTS, MOST_ENTRIES, read_header
+from draftwood.builder.checkpoints.gguf.header import MAX_ELEMENTS, MAX_ENTRIES, read_header
 from draftwood.models.errors import CheckpointError
 from draftwood.models.layers import network_of
 
@@ -71,14 +71,14 @@ BAD: dict[str, tuple[bytes, str]] = {
     "version 4": (b"GGUF" + struct.pack("<IQQ", 4, 0, 0), "has version 4"),
     "big-endian": (b"GGUF" + struct.pack(">IQQ", 3, 0, 0), "is big-endian, and only little-endian"),
     "no counts": (b"GGUF" + struct.pack("<I", 3), "cut off"),
-    "2^60 tensors": (header([], [], (HUGE, 0)), f"claims {HUGE} tensors, more than {MOST_ENTRIES}"),
-    "2^60 entries": (header([], [], (0, HUGE)), f"claims {HUGE} entries, more than {MOST_ENTRIES}"),
+    "2^60 tensors": (header([], [], (HUGE, 0)), f"claims {HUGE} tensors, more than {MAX_ENTRIES}"),
+    "2^60 entries": (header([], [], (0, HUGE)), f"claims {HUGE} entries, more than {MAX_ENTRIES}"),
     "more entries than bytes": (header([], [], (0, 1000)), "cut off: it claims 1000 entries"),
     "more tensors than bytes": (header([], [], (1000, 0)), "cut off: it claims 1000 tensors"),
     "a key of 2^60 bytes": (header([struct.pack("<Q", HUGE)], [], (0, 1)) + bytes(32), "cut off"),
     "a text of 2^60 bytes": (header([entry("a", STRING, struct.pack("<Q", HUGE))], []) + bytes(32), "cut off"),
-    "2^60 texts": (header([entry("a", ARRAY, array(STRING, HUGE))], []) + bytes(32), f"more than {MOST_ELEMENTS}"),
-    "2^60 numbers": (header([entry("a", ARRAY, array(UINT32, HUGE))], []) + bytes(32), f"more than {MOST_ELEMENTS}"),
+    "2^60 texts": (header([entry("a", ARRAY, array(STRING, HUGE))], []) + bytes(32), f"more than {MAX_ELEMENTS}"),
+    "2^60 numbers": (header([entry("a", ARRAY, array(UINT32, HUGE))], []) + bytes(32), f"more than {MAX_ELEMENTS}"),
     "a million texts": (header([entry("a", ARRAY, array(STRING, 10**6))], []) + bytes(32), "claims 1000000 strings"),
     "a million numbers": (header([entry("a", ARRAY, array(UINT32, 10**6))], []) + bytes(32), "cut off"),
     "nested arrays": (header([entry("a", ARRAY, array(ARRAY, 1, array(UINT32, 0)))], []), "arrays of arrays"),
@@ -215,12 +215,12 @@ def test_a_chat_template_that_never_ends_is_no_part_of_a_build(tmp_path: Path) -
 def test_the_longest_header_costs_little_memory(tmp_path: Path) -> None:
     """As many empty texts as may be."""
     file = tmp_path / "model.gguf"
-    content = header([entry("a", ARRAY, array(STRING, MOST_ELEMENTS))], [])
+    content = header([entry("a", ARRAY, array(STRING, MAX_ELEMENTS))], [])
     with file.open("wb") as handle:
         handle.write(content)
-        handle.truncate(len(content) + 8 * MOST_ELEMENTS)
+        handle.truncate(len(content) + 8 * MAX_ELEMENTS)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    assert len(read_header(file).metadata["a"]) == MOST_ELEMENTS
+    assert len(read_header(file).metadata["a"]) == MAX_ELEMENTS
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 200 << 10  # KiB
 
 

@@ -79,7 +79,7 @@ MEASURED = CostModel(PASSES[0], PASSES[1], HostCosts(8e-5, 2.7e-4, 1.3e-5), Host
 
 @pytest.mark.parametrize(("faster", "slower"), [(1.0, 0.0), (0.9, 5e-4)])
 def test_planned_rounds_of_real_texts_are_as_fast_as_the_best_fixed_chain(faster: float, slower: float) -> None:
-    """By a planner that begins without any experience: where the table is right, and where plain passes take 0.9 of its
+    """By a planner that begins without any history: where the table is right, and where plain passes take 0.9 of its
     time and rounds with proposals 0.5 ms more."""
     traces, real = read_traces(TRACE), distorted(MEASURED, slower, faster)
     plain, *chains = (replay(traces, FixedChain(k), real) for k in (0, *CHAINS))

@@ -17,7 +17,7 @@ from draftwood.builder.options import BuildOptions
 from draftwood.builder.pipeline import build
 from draftwood.builder.quantization.calibration import (
     LENGTH,
-    MOST_WINDOWS,
+    MAX_WINDOWS,
     Rounding,
     calibrate,
     feedback_of,
@@ -110,7 +110,7 @@ def test_a_bundle_of_calibrated_engines_holds_what_the_reference_computes(text: 
         (None, "cannot be read .*No such file"),
         ("a folder", "cannot be read .*directory"),
         (b"\xff\xfe\x00", "cannot be read .*utf-8"),
-        (b"short", rf"has \d tokens: give at least {LENGTH}, better {LENGTH * MOST_WINDOWS}"),
+        (b"short", rf"has \d tokens: give at least {LENGTH}, better {LENGTH * MAX_WINDOWS}"),
     ],
 )
 def test_a_file_that_is_no_text_is_refused(content: bytes | str | None, message: str, tmp_path: Path) -> None:
@@ -127,8 +127,8 @@ def test_only_the_beginning_of_a_text_is_read(text: Path, tmp_path: Path) -> Non
     long = tmp_path / "long.txt"
     long.write_text(text.read_text(encoding="utf-8") * 20, encoding="utf-8")
     with Tokenizer.load(DEMO / "draft") as tokenizer:
-        assert read_windows(long, tokenizer, 1024).shape == (MOST_WINDOWS, LENGTH)
-        assert read_windows(long, tokenizer, 100).shape == (MOST_WINDOWS, 100)
+        assert read_windows(long, tokenizer, 1024).shape == (MAX_WINDOWS, LENGTH)
+        assert read_windows(long, tokenizer, 100).shape == (MAX_WINDOWS, 100)
 
 
 @pytest.mark.parametrize("options", [["--precision", "int8"], ["--backend", "onnxruntime", "--precision", "int4"]])

@@ -59,7 +59,7 @@ def engine(checkpoint: Checkpoint, tmp_path_factory: pytest.TempPathFactory) -> 
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_a_compact_graph_computes_the_reference(shape: str, precision: str, tmp_path: Path) -> None:
-    """A prompt, then a tree behind it, through the body of the TreeAttention function."""
+    """A prompt, then a tree after it, through the body of the TreeAttention function."""
     checkpoint = Checkpoint(write_checkpoint(tmp_path / "checkpoint", shape))
     for unprepared in (False, True):  # a build compares graphs without converting all of their weights at once
         engine = compact_engine(checkpoint, tmp_path / "draft.onnx", precision, unprepared)

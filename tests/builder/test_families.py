@@ -53,7 +53,7 @@ PARENTS = (-1, 0, 0, 1, 3, 2, 4, -1, 5, 8, 9, 7)
 
 
 class Written:
-    """A checkpoint folder, some tokens and what transformers predicts behind each of them, [T, V]."""
+    """A checkpoint folder, some tokens and what transformers predicts after each of them, [T, V]."""
 
     def __init__(self, folder: Path, name: str) -> None:
         self.folder = write_family(folder, name)
@@ -81,7 +81,7 @@ def opened(backend: str, checkpoint: Checkpoint, folder: Path) -> Runner:
 
 @pytest.mark.parametrize("backend", [backend for backend, compared in COMPARED.items() if "logits" in compared])
 def test_logits_are_transformers(backend: str, written: Written, tmp_path: Path) -> None:
-    """Of every row of a text: a prompt behind which the rest is a chain of one pass."""
+    """Of every row of a text: a prompt after which the rest is a chain of one pass."""
     engine, tokens = opened(backend, written.checkpoint, tmp_path), written.tokens.tolist()
     cache, prompt = engine.new_cache(), TOKENS - WIDTHS[-1]
     prefill(engine, cache, tokens[:prompt])

@@ -18,7 +18,7 @@ from bundling import DEMO, built_native
 from costs import table
 from disk import largest_file
 
-from draftwood.builder.comparison import MOST_PARAMETERS, compare, num_weights, one_layer
+from draftwood.builder.comparison import MAX_PARAMETERS, compare, num_weights, one_layer
 from draftwood.builder.pass_times import time_pass
 from draftwood.cli import profile
 from draftwood.cli.main import main
@@ -144,7 +144,7 @@ def test_both_backends_compute_the_layer(precision: str) -> None:
 
 def test_a_layer_is_halved_until_it_is_small() -> None:
     config = one_layer(SEVEN_BILLION)
-    assert config.num_layers == 1 and num_weights(config) <= MOST_PARAMETERS < 4 * num_weights(config) + 1
+    assert config.num_layers == 1 and num_weights(config) <= MAX_PARAMETERS < 4 * num_weights(config) + 1
     assert config.num_heads == 4 * config.num_kv_heads and config.head_dim == 128
     assert config.hidden_size % 32 == config.intermediate_size % 32 == 0
     small = one_layer(SMALL)

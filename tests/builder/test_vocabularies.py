@@ -161,7 +161,7 @@ def test_long_texts_are_read_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_text_that_cannot_be_counted_is_refused(
     tokenizer: Tokenizer, name: str, content: bytes, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(kept_tokens, "MOST_TEXT", 100_000)
+    monkeypatch.setattr(kept_tokens, "MAX_TEXT", 100_000)
     (tmp_path / name).write_bytes(content)
     with pytest.raises(ConfigError, match=message):
         frequencies(tokenizer, VOCAB_SIZE, tmp_path / name)

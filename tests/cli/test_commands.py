@@ -44,7 +44,7 @@ def test_build_inspect_generate(tiny_pair: Path, tmp_path: Path, capsys: Output)
     assert main(["build", *pair, "--output", str(bundle), *options]) == 0
     shown = capsys.readouterr().out
     assert f"Next: draftwood generate '{bundle}' --prompt" in shown, "a line that can be copied"
-    assert "Comparing the draft" in shown and "Passes behind 64 tokens" in shown
+    assert "Comparing the draft" in shown and "Passes after 64 tokens" in shown
     assert re.search(r"costs .* measured here", shown)
     manifest = EngineBundle.open(bundle).manifest
     assert manifest.max_length == 200 and manifest.engines["target"].widths == (1, 4, 16)

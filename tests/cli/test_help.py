@@ -6,7 +6,7 @@ import pytest
 
 from draftwood.cli.main import COMMANDS, ELSEWHERE, OPTIONS, main
 
-MOST_LINES = 25
+MAX_LINES = 25
 NAMES = [command.__name__.rpartition(".")[2].replace("_", "-") for command in COMMANDS]
 
 
@@ -29,7 +29,7 @@ def test_the_help_of_a_command_fits_on_a_screen(
 ) -> None:
     monkeypatch.setenv("COLUMNS", "100")
     short, full = said([name, "--help"], capsys), said([name, "--help-all"], capsys)
-    assert len([line for line in short.splitlines() if line.startswith(" ")]) <= MOST_LINES
+    assert len([line for line in short.splitlines() if line.startswith(" ")]) <= MAX_LINES
     further = short.count("--help-all shows ")
     assert ("\nfurther options, " in full) == bool(further) and "\nfurther options, " not in short
 

@@ -1,4 +1,4 @@
-"""SIGTERM, as from a container that is stopped, and a closed terminal leave as little behind as Ctrl-C, which ends a
+"""SIGTERM, as from a container that is stopped, and a closed terminal leave as little after as Ctrl-C, which ends a
 line, an answer or the command."""
 
 from __future__ import annotations

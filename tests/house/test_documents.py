@@ -36,7 +36,7 @@ PAGES = sorted(
     for page in (ROOT / folder).glob("*.md")
 )
 GENERATED = ROOT / "docs" / "options.md"
-MOST_LINES_OF_THE_README = 120
+MAX_LINES_OF_THE_README = 120
 
 
 def name_of(page: Path) -> str:
@@ -69,7 +69,7 @@ def test_every_link_leads_somewhere(page: Path) -> None:
 
 
 def test_the_readme_is_short() -> None:
-    assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) < MOST_LINES_OF_THE_README
+    assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) < MAX_LINES_OF_THE_README
 
 
 def test_every_page_is_in_the_navigation() -> None:

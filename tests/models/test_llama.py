@@ -60,12 +60,12 @@ def test_logits_hidden_states_and_gradients_equal_transformers(shape: str, tmp_p
 
 
 def test_both_ways_in_agree_for_a_batch(tmp_path: Path) -> None:
-    """A prompt and a tree behind it, for two sequences at once; only chosen rows are scored."""
+    """A prompt and a tree after it, for two sequences at once; only chosen rows are scored."""
     model, tokens = loaded(write_checkpoint(tmp_path)), random_ids(2, 13)
     config = model.config
     cache = torch.zeros(2 * config.num_layers, 2, config.num_kv_heads, 64, config.head_dim)
     causal = torch.full((10, 10), bindings.MASKED).triu(1)[None, None]
-    # Rows 10 and 11 are siblings behind the prompt, 12 is the child of 11.
+    # Rows 10 and 11 are siblings after the prompt, 12 is the child of 11.
     tree = torch.zeros(1, 1, 3, 13)
     tree[0, 0, 0, 11:] = tree[0, 0, 1, [10, 12]] = tree[0, 0, 2, 10] = bindings.MASKED
     positions, tree_positions = torch.arange(10).expand(2, -1), torch.tensor([[10, 10, 11]]).expand(2, -1)

@@ -75,7 +75,7 @@ def assert_same_tables(config: LlamaConfig, expected: Any, positions: int) -> No
 
 
 def test_yarn_s_context_is_the_one_behind_it() -> None:
-    """Qwen2.5's files name the context before it, others the one behind it; linear scaling's name the whole one."""
+    """Qwen2.5's files name the context before it, others the one after it; linear scaling's name the whole one."""
     for fields, longest in (
         (rope("yarn", factor=4.0), 384),
         (rope("yarn", factor=4.0, original_max_position_embeddings=24), 96),

@@ -17,7 +17,7 @@ from draftwood.builder.quantization.formats import Quantized
 from draftwood.plugins.native import library as library_module
 from draftwood.plugins.native import processor
 from draftwood.plugins.native.library import Codes, NativeLibrary, address
-from draftwood.plugins.native.packing import LEAST_HALF, alternated, code_panels, pair_panels, panels
+from draftwood.plugins.native.packing import MIN_HALF, alternated, code_panels, pair_panels, panels
 from draftwood.plugins.native.processor import KernelError
 
 few = settings(max_examples=8)
@@ -184,7 +184,7 @@ def test_packing_puts_every_number_where_the_kernels_look() -> None:
 
 def test_pairs_of_inputs_lie_side_by_side() -> None:
     halves = (np.arange(17)[:, None] * 100 + np.arange(35) + 0x4000).astype(np.uint16)
-    halves[16, 34] = (int(np.float32(LEAST_HALF).view(np.uint32)) >> 16) - 1 | 0x8000  # counts as 0
+    halves[16, 34] = (int(np.float32(MIN_HALF).view(np.uint32)) >> 16) - 1 | 0x8000  # counts as 0
     halves[3, 7] = 0x8001
     packed = pair_panels(halves)
     assert packed.shape == (2, 32, 16, 2)
@@ -197,9 +197,9 @@ def test_pairs_of_inputs_lie_side_by_side() -> None:
 
 def test_the_oracle_rounds_as_it_says() -> None:
     halves = rounded_halves(
-        np.array([1 + 2**-8, 1 + 3 * 2**-8, -(1 + 1.1 * 2**-8), LEAST_HALF, -0.9 * LEAST_HALF], np.float32)
+        np.array([1 + 2**-8, 1 + 3 * 2**-8, -(1 + 1.1 * 2**-8), MIN_HALF, -0.9 * MIN_HALF], np.float32)
     )
-    assert halves.tolist() == [1, 1 + 2**-6, -(1 + 2**-7), LEAST_HALF, 0]  # the first two: ties to even
+    assert halves.tolist() == [1, 1 + 2**-6, -(1 + 2**-7), MIN_HALF, 0]  # the first two: ties to even
     x = np.array([[254, 1, -3, 0], [0, 0, 0, 0]], np.float32)
     codes, scales = rounded(x, 4)
     assert codes.tolist() == [[[127, 0, -2, 0]], [[0, 0, 0, 0]]]  # 0.5 and -1.5: ties to even

@@ -132,7 +132,7 @@ FAULTS: dict[str, tuple[str, str, str, type[Fault], str]] = {
         Race,
         "reads what this copies to",
     ),
-    "a read behind the input": (EXCHANGE, "[%rd4]", "[%rd4+4]", OutOfBounds, "byte 256 of the input, which has 256"),
+    "a read after the input": (EXCHANGE, "[%rd4]", "[%rd4+4]", OutOfBounds, "byte 256 of the input, which has 256"),
     "a read before the input": (EXCHANGE, "[%rd4]", "[%rd4+-4]", OutOfBounds, "reads 4 bytes"),
     "a write to the input": (EXCHANGE, "[%rd5]", "[%rd4]", OutOfBounds, "writes 4 bytes at byte 0 of the input"),
     "beyond shared memory": (EXCHANGE, "[%r4]", "[%r4+4]", OutOfBounds, "byte 256 of 256 of shared memory"),

@@ -44,8 +44,8 @@ class Case:
     """A pass of `rows` rows, of a sequence for each of `lengths`: row i sees itself and, as often as not, each earlier
     speculative row. The last row of the pass is padding, which sees nothing of the mask.
 
-    One sequence has the mask's columns behind its committed slots. Several have a region each, in any order, and the
-    columns lie behind all of them, `overhang` of them beyond the cache; some sequences may have no row.
+    One sequence has the mask's columns after its committed slots. Several have a region each, in any order, and the
+    columns lie after all of them, `overhang` of them beyond the cache; some sequences may have no row.
     """
 
     kv_heads: int

@@ -22,7 +22,7 @@ SECONDS = 60.0
 
 
 class Browser:
-    """Chromium behind its two pipes. Messages are JSON and end with a zero byte."""
+    """Chromium after its two pipes. Messages are JSON and end with a zero byte."""
 
     def __init__(self, process: subprocess.Popen[bytes], commands: BinaryIO, messages: int) -> None:
         self.process, self.events = process, list[dict[str, Any]]()

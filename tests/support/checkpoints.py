@@ -83,7 +83,7 @@ def transformers_logits(folder: Path) -> Reference:
     model = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32)
 
     def last_logits(texts: Sequence[Sequence[int]]) -> NDArray[np.float32]:
-        # Padding behind a text is invisible to it: attention is causal.
+        # Padding after a text is invisible to it: attention is causal.
         padded = [[*text, *[0] * (max(map(len, texts)) - len(text))] for text in texts]
         with torch.no_grad():
             logits = model(torch.tensor(padded)).logits

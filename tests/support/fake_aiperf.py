@@ -19,7 +19,7 @@ def install(folder: Path) -> None:
 
 
 def lines_of(url: str, payload: Any) -> list[str]:
-    """What stands behind "data: " in the answer."""
+    """What stands after "data: " in the answer."""
     body = json.dumps(payload).encode()
     request = urllib.request.Request(f"{url}/v1/completions", body, {"Content-Type": "application/json"})
     with urllib.request.urlopen(request, timeout=30) as answer:

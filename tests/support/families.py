@@ -112,7 +112,7 @@ def write_family(folder: Path, name: str, noise: float = 0.0, **overrides: Any) 
 
 
 def expected_logits(folder: Path, tokens: NDArray[np.int64]) -> NDArray[np.float32]:
-    """What transformers predicts behind each of some tokens [T]: [T, V]."""
+    """What transformers predicts after each of some tokens [T]: [T, V]."""
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     with torch.no_grad():
         logits: NDArray[np.float32] = model(torch.from_numpy(tokens)[None]).logits[0].numpy()

@@ -1,4 +1,4 @@
-"""The HTTP application over an LLM in this process, so that tests can change what is behind it."""
+"""The HTTP application over an LLM in this process, so that tests can change what is after it."""
 
 from __future__ import annotations
 

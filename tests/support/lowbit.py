@@ -50,7 +50,7 @@ def open_engine(
 
 
 def one_by_one(engine: Engine, prefix: Sequence[int], tokens: Sequence[int]) -> list[Row]:
-    """The tokens behind a prefix, each in a pass of its own, as plain decoding scores them."""
+    """The tokens after a prefix, each in a pass of its own, as plain decoding scores them."""
     cache = engine.new_cache()
     prefill(engine, cache, prefix)
     rows = []

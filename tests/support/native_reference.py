@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from draftwood.plugins.native.packing import LEAST_HALF, PAIR_BLOCK
+from draftwood.plugins.native.packing import MIN_HALF, PAIR_BLOCK
 
 
 class Rounded(NamedTuple):
@@ -49,10 +49,10 @@ def linear(
 
 
 def rounded_halves(rows: NDArray[np.float32]) -> NDArray[np.float32]:
-    """The nearest numbers of bf16, ties to even; 0 where a number is smaller than LEAST_HALF."""
+    """The nearest numbers of bf16, ties to even; 0 where a number is smaller than MIN_HALF."""
     bits = rows.view(np.uint32)
     near = (bits + np.uint32(0x7FFF) + (bits >> np.uint32(16) & np.uint32(1))) & np.uint32(0xFFFF0000)
-    return np.where(np.abs(rows) < LEAST_HALF, np.float32(0), near.view(np.float32))
+    return np.where(np.abs(rows) < MIN_HALF, np.float32(0), near.view(np.float32))
 
 
 def linear_halves(rows: NDArray[np.float32], matrix: NDArray[np.float32]) -> NDArray[np.float32]:

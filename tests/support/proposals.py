@@ -14,7 +14,7 @@ from draftwood.runtime.speculation.config import LOSSLESS, SpeculativeConfig
 
 
 def dead_end(tokens: Sequence[int], logits: NDArray[np.float64]) -> NDArray[np.float64]:
-    """A logits processor that fails behind token 1, or lets nothing follow, or does neither: in draft and target
+    """A logits processor that fails after token 1, or lets nothing follow, or does neither: in draft and target
     independently, since their logits differ."""
     case = int(1000 * abs(logits[0])) % 3
     if tokens[-1:] != [1] or case == 0:

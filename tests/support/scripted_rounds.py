@@ -159,7 +159,7 @@ class DevicePass:
         assert start <= CAPACITY - len(ids) and mask.max() <= 1
         field = self._layout.fields["sequences"]
         gap = memory[field.offset + field.nbytes : self._layout.fields["tree_mask"].offset]
-        assert (gap == 1).all(), "something was written behind the texts"
+        assert (gap == 1).all(), "something was written after the texts"
         assert all(fields == [len(ids), 0, 0, 0] for fields in sequences[self._texts :]), "texts without rows"
         self._cache.write(start, ids, positions)
         firsts = [fields[0] for fields in sequences[: self._texts]]
@@ -185,7 +185,7 @@ def widths(rows: int) -> int:
 
 class DeviceRounds:
     """Rounds of one shape of several texts, which the target has read without their last tokens. A single text's
-    speculative rows stand behind it, those of several texts in an area behind all of them; `used` columns of it are
+    speculative rows stand after it, those of several texts in an area after all of them; `used` columns of it are
     somebody else's. widest: rows of the target's widest pass, a compiled width."""
 
     def __init__(

@@ -44,7 +44,7 @@ class Terminal:
             self.type(CTRL_C)
 
     def wait_for(self, text: str) -> str:
-        """Wait until a text is shown behind the one that was waited for last; returns all up to its end."""
+        """Wait until a text is shown after the one that was waited for last; returns all up to its end."""
         wanted = text.encode()
         while (found := self.shown.find(wanted, self._read)) < 0:
             assert self._more(), f"{text!r} was not shown: {self.shown[self._read :]!r}"
@@ -58,7 +58,7 @@ class Terminal:
         return self.process.wait(PATIENCE_S)
 
     def _wait_for_sleep(self) -> None:
-        """Wait until the command's main thread sleeps: behind a prompt, it then waits for a key."""
+        """Wait until the command's main thread sleeps: after a prompt, it then waits for a key."""
         stat = Path(f"/proc/{self.process.pid}/stat")
         for _ in range(LOOKS):
             if stat.read_text().rpartition(")")[2].split()[0] == "S":

@@ -104,7 +104,7 @@ class Gate:
 
 @contextmanager
 def held(engine: Any, passes: int = 0) -> Iterator[Gate]:
-    """While the block runs, an engine computes so many passes, and the next one lasts. A text whose end is behind these
+    """While the block runs, an engine computes so many passes, and the next one lasts. A text whose end is after these
     passes cannot end meanwhile, however slow this thread is."""
     gate = Gate(engine.score, passes)
     with pytest.MonkeyPatch.context() as patch:

@@ -15,14 +15,14 @@ Table = Mapping[str, Mapping[int, str]]  # state -> allowed token -> next state
 EOS = 2
 
 TABLES: dict[str, Table] = {
-    # 0 opens and 1 closes, at most two levels; EOS only behind whole pairs. A node's mask depends on its depth.
+    # 0 opens and 1 closes, at most two levels; EOS only after whole pairs. A node's mask depends on its depth.
     "brackets": {
         "start": {0: "open"},
         "open": {0: "deep", 1: "closed"},
         "deep": {1: "open"},
         "closed": {0: "open", EOS: END},
     },
-    # Complete behind three tokens, without EOS; 1 must follow 0.
+    # Complete after three tokens, without EOS; 1 must follow 0.
     "three": {
         "start": {0: "one must", 1: "two left"},
         "one must": {1: "one left"},

@@ -13,7 +13,7 @@ from draftwood.runtime.engines.base import EngineSpec, TokenBatch
 
 
 class Tree(NamedTuple):
-    """Rows behind a committed prefix; a parent comes before its children, -1 is the prefix itself."""
+    """Rows after a committed prefix; a parent comes before its children, -1 is the prefix itself."""
 
     tokens: tuple[int, ...]
     parents: tuple[int, ...]

@@ -70,7 +70,7 @@ class AIPerf:
         data = ["--input-file", self.inputs, "--custom-dataset-type", "inputs-json"]
         order = ["--dataset-sampling-strategy", "sequential"]
         endpoint = ["--model", MODEL, "--url", url, "--endpoint-type", "completions", "--streaming"]
-        # llama.cpp's server closes a connection behind an answer, sometimes after the next request was sent on it.
+        # llama.cpp's server closes a connection after an answer, sometimes after the next request was sent on it.
         connections = ["--connection-reuse-strategy", "never"]
         tokens = ["--tokenizer", self.tokenizer, "--use-server-token-count"]
         export = ["--artifact-dir", folder, "--export-level", "raw", "--no-gpu-telemetry", "--no-server-metrics"]

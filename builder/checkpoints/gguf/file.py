@@ -31,7 +31,7 @@ PLAIN: dict[int, np.dtype[Any]] = {
     GGMLQuantizationType.BF16: np.dtype(ml_dtypes.bfloat16),
 }
 CHUNK = 1 << 22  # numbers that are read and dequantised together
-MOST_SHARDS = 1024
+MAX_SHARDS = 1024
 SAMPLING = {
     "temperature": "temp",
     "top_p": "top_p",
@@ -204,8 +204,8 @@ def read_shards(path: Path) -> Header:
             )
         return header
     stem, _, count, suffix = part.groups()
-    if not 0 < int(count) <= MOST_SHARDS:
-        raise CheckpointError(f"{path} is one of {int(count)} parts, and 1 to {MOST_SHARDS} are read: merge them")
+    if not 0 < int(count) <= MAX_SHARDS:
+        raise CheckpointError(f"{path} is one of {int(count)} parts, and 1 to {MAX_SHARDS} are read: merge them")
     files = [path.with_name(f"{stem}-{number:05}-of-{count}{suffix}") for number in range(1, int(count) + 1)]
     tensors: dict[str, Tensor] = {}
     metadata: dict[str, Any] = {}

@@ -21,14 +21,14 @@ from ....models.plain_files import open_plain
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
-MOST_HEADER_BYTES = 64 << 20  # tokens and merges of the largest vocabularies take 20 MB
-MOST_ENTRIES = 1 << 17  # the limit for entries of metadata, and for tensors
-MOST_ELEMENTS = 1 << 22  # of all arrays together: a vocabulary of 262,144 tokens has 1.3 million
-MOST_DIMENSIONS = 4
-MOST_ALIGNMENT = 1 << 16
+MAX_HEADER_BYTES = 64 << 20  # tokens and merges of the largest vocabularies take 20 MB
+MAX_ENTRIES = 1 << 17  # the limit for entries of metadata, and for tensors
+MAX_ELEMENTS = 1 << 22  # of all arrays together: a vocabulary of 262,144 tokens has 1.3 million
+MAX_DIMENSIONS = 4
+MAX_ALIGNMENT = 1 << 16
 DEFAULT_ALIGNMENT = 32
 ALIGNMENT_KEY = "general.alignment"
-LEAST_ENTRY_BYTES, LEAST_TENSOR_BYTES = 8 + 4 + 1, 8 + 4 + 8 + 4 + 8
+MIN_ENTRY_BYTES, MIN_TENSOR_BYTES = 8 + 4 + 1, 8 + 4 + 8 + 4 + 8
 BOOL, STRING, ARRAY = 7, 8, 9
 SCALARS: dict[int, np.dtype[Any]] = {  # by the number of a value's type
     0: np.dtype("<u1"),
@@ -118,18 +118,18 @@ class HeaderReader:
                 "convert the model again with a current convert_hf_to_gguf.py"
             )
         tensors, entries = self._integer("<Q"), self._integer("<Q")
-        self._afford(entries, LEAST_ENTRY_BYTES, MOST_ENTRIES, "entries")
+        self._afford(entries, MIN_ENTRY_BYTES, MAX_ENTRIES, "entries")
         metadata: dict[str, Any] = {}
         for _ in range(entries):
             key = self._string()
             if key in metadata:
                 raise self._damaged(f"the key {shown(key)} stands in it twice")
             metadata[key] = self._value(key, self._integer("<I"))
-        self._afford(tensors, LEAST_TENSOR_BYTES, MOST_ENTRIES, "tensors")
+        self._afford(tensors, MIN_TENSOR_BYTES, MAX_ENTRIES, "tensors")
         found = [self._tensor() for _ in range(tensors)]
         alignment = metadata.get(ALIGNMENT_KEY, DEFAULT_ALIGNMENT)
-        if type(alignment) is not int or not 0 < alignment <= MOST_ALIGNMENT or alignment & (alignment - 1):
-            raise self._damaged(f"{ALIGNMENT_KEY} is {shown(alignment)}, no power of two up to {MOST_ALIGNMENT}")
+        if type(alignment) is not int or not 0 < alignment <= MAX_ALIGNMENT or alignment & (alignment - 1):
+            raise self._damaged(f"{ALIGNMENT_KEY} is {shown(alignment)}, no power of two up to {MAX_ALIGNMENT}")
         return Header(metadata, self._placed(found, -(-self._position // alignment) * alignment, alignment))
 
     def _placed(self, found: list[tuple[str, Tensor]], start: int, alignment: int) -> dict[str, Tensor]:
@@ -154,8 +154,8 @@ class HeaderReader:
     def _tensor(self) -> tuple[str, Tensor]:
         """Read the name and the description of a tensor. Its `begin` is counted from the end of the header."""
         name, dimensions = self._string(), self._integer("<I")
-        if not 0 < dimensions <= MOST_DIMENSIONS:
-            raise self._damaged(f"the tensor {shown(name)} has {dimensions} dimensions, not 1 to {MOST_DIMENSIONS}")
+        if not 0 < dimensions <= MAX_DIMENSIONS:
+            raise self._damaged(f"the tensor {shown(name)} has {dimensions} dimensions, not 1 to {MAX_DIMENSIONS}")
         shape = tuple(self._integer("<Q") for _ in range(dimensions))[::-1]
         kind, begin = self._integer("<I"), self._integer("<Q")
         size = math.prod(shape)
@@ -177,11 +177,11 @@ class HeaderReader:
         if kind == ARRAY:
             raise self._damaged(f"{shown(key)} holds arrays of arrays, which no model has")
         self._elements += count
-        if self._elements > MOST_ELEMENTS:
-            raise self._damaged(f"its arrays hold more than {MOST_ELEMENTS} elements")
+        if self._elements > MAX_ELEMENTS:
+            raise self._damaged(f"its arrays hold more than {MAX_ELEMENTS} elements")
         if kind != STRING:
             return self._numbers(key, kind, count)
-        self._afford(count, 8, MOST_ELEMENTS, f"strings of {shown(key)}")
+        self._afford(count, 8, MAX_ELEMENTS, f"strings of {shown(key)}")
         return self._strings(count)
 
     def _numbers(self, key: str, kind: int, count: int) -> Any:
@@ -198,7 +198,7 @@ class HeaderReader:
 
     def _strings(self, count: int) -> list[str]:
         """Read consecutive strings. There may be millions, so the loop calls no other method."""
-        read, found, most = self._handle.read, list[str](), min(self._size, MOST_HEADER_BYTES)
+        read, found, most = self._handle.read, list[str](), min(self._size, MAX_HEADER_BYTES)
         for _ in range(count):
             length = int.from_bytes(read(8), "little")
             self._position += 8 + length
@@ -217,12 +217,12 @@ class HeaderReader:
 
     def _bytes(self, count: int) -> bytes:
         self._position += count
-        if self._position > min(self._size, MOST_HEADER_BYTES):
+        if self._position > min(self._size, MAX_HEADER_BYTES):
             raise self._cut_off()
         return self._handle.read(count)
 
     def _cut_off(self) -> CheckpointError:
-        return self._damaged(f"its header is cut off, or has more than {MOST_HEADER_BYTES} bytes")
+        return self._damaged(f"its header is cut off, or has more than {MAX_HEADER_BYTES} bytes")
 
     def _afford(self, count: int, least: int, most: int, what: str) -> None:
         """Refuse more than `most` items, or more than the rest of the file has room for at `least` bytes each."""

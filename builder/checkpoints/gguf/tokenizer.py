@@ -27,7 +27,7 @@ from ....runtime.text.tokenizer import DEFAULT, SETTINGS, TOKENIZER, Tokenizer
 from ....runtime.text.tokenizer_check import text_problems
 from ....runtime.text.tokenizer_worker import is_failure
 from ...sentencepiece import CONTROL, USER_DEFINED, Piece, Pieces, put_around, tokenizer_of
-from ...tokenizer import MOST_TEMPLATES, write_templates
+from ...tokenizer import MAX_TEMPLATES, write_templates
 from .header import AGAIN, Metadata
 
 PREFIX = "tokenizer.ggml."
@@ -40,7 +40,7 @@ END_NAMES = {  # control tokens that end a turn or a text: those of llama.cpp's 
     *("<|eot_id|>", "<|eom_id|>", "<|end_of_text|>", "<|im_end|>", "<|end|>", "<|endoftext|>", "<|return|>"),
     *("</s>", "<EOT>", "[EOS]", "[EOT]", "<end_of_turn>", "<end_of_utterance>", "<｜end▁of▁sentence｜>"),
 }
-MOST_TEMPLATE = 1 << 20  # characters
+MAX_TEMPLATE = 1 << 20  # characters
 REST = rf"{MARKS}[\r\n]*|{SPACES}"
 CASED_REST = rf"{MARKS}[\r\n/]*|{SPACES}"
 
@@ -69,11 +69,11 @@ def write_tokenizer(metadata: Metadata, destination: Path) -> Tokenizer:
 def templates_in(metadata: Metadata) -> dict[str, str]:
     """The chat templates by name. Raises CheckpointError."""
     names = metadata.get("tokenizer.chat_templates", list) or []
-    if len(names) > MOST_TEMPLATES:
+    if len(names) > MAX_TEMPLATES:
         raise CheckpointError(f"{metadata.file}: it has {len(names)} chat templates; {AGAIN}")
     keys = {DEFAULT: "tokenizer.chat_template"} | {str(name): f"tokenizer.chat_template.{name}" for name in names}
     found = {name: text for name, key in keys.items() if (text := metadata.get(key, str)) is not None}
-    if large := [len(text) for text in found.values() if len(text) > MOST_TEMPLATE]:
+    if large := [len(text) for text in found.values() if len(text) > MAX_TEMPLATE]:
         raise CheckpointError(f"{metadata.file}: its chat template has {large[0]} characters; {AGAIN}")
     return found
 

@@ -45,10 +45,10 @@ STORED: dict[str, type[Any]] = {"": np.float32, "fp32": np.float32, "fp16": np.f
 
 
 class Results(NamedTuple):
-    """Buffers of the passes that score R rows; each of these passes overwrites them. wanted: the C structure that
+    """Buffers of the passes that score R rows; each of these passes overwrites them. call: the C structure that
     points to the buffers and to the cache. output: the buffers. prepared: what a pass prepares of its rows."""
 
-    wanted: Pass
+    call: Pass
     output: ForwardOutput
     prepared: PreparedRows
 
@@ -155,19 +155,19 @@ class NativeEngine(Runner):
             raise EngineError(f"{rows} rows do not fit a mask of {len(batch.mask)}")
         cache = check_cache(cache, NativeKVCache)
         start = cache.reserve(batch)
-        wanted, output, prepared = cache.results(outputs)
+        call, output, prepared = cache.results(outputs)
         mask = np.ascontiguousarray(batch.mask)
         columns, scored = mask.shape[1], 0 if batch.cache_only else min(outputs, rows)
         cache.inputs.fill(batch, rows, scored)
-        HEAD.pack_into(wanted, 0, rows, scored, cache.length, start, columns)
-        wanted.mask, wanted.drawn = address(mask), 0
-        wanted.slots = None if batch.slots is None else cache.inputs.addresses[-1]
-        asked = batch.wanted[:scored]
-        softmaxes = prepared.ask(asked, wanted) if any(asked) else ()
+        HEAD.pack_into(call, 0, rows, scored, cache.length, start, columns)
+        call.mask, call.drawn = address(mask), 0
+        call.slots = None if batch.slots is None else cache.inputs.addresses[-1]
+        settings = batch.settings[:scored]
+        softmaxes = prepared.ask(settings, call) if any(settings) else ()
         with self._lock:
             if self._handle is None:
                 raise closed_error(self.spec)
-            if refusal := self._library.forward(self._handle, wanted):
+            if refusal := self._library.forward(self._handle, call):
                 raise refused(refusal)
         cache.speculative = cache.speculative + rows if batch.slots is None else columns
         # `_replace` would take five times as long.
@@ -193,11 +193,11 @@ class NativeEngine(Runner):
         acceptance = np.zeros(outputs, np.float32) if headed else None
         ids = np.zeros((outputs, columns), np.int64) if ranked else None
         logprobs = np.zeros((outputs, columns), np.float32) if ranked else None
-        wanted = Pass(top=columns, cache=cache.structure)
-        wanted.logits, wanted.acceptance = address(logits), address(acceptance)
-        wanted.ids, wanted.logprobs = address(ids), address(logprobs)
-        wanted.tokens, wanted.positions, wanted.output_rows, _ = cache.inputs.addresses
-        return Results(wanted, ForwardOutput(logits, ids, logprobs, acceptance), PreparedRows(logits, self.softmax))
+        call = Pass(top=columns, cache=cache.structure)
+        call.logits, call.acceptance = address(logits), address(acceptance)
+        call.ids, call.logprobs = address(ids), address(logprobs)
+        call.tokens, call.positions, call.output_rows, _ = cache.inputs.addresses
+        return Results(call, ForwardOutput(logits, ids, logprobs, acceptance), PreparedRows(logits, self.softmax))
 
     def move(self, cache: NativeKVCache, rows: NDArray[np.int64], first: int) -> None:
         """Copy the slots `rows`, int64 [n], in this order, to those from `first` on, in every layer."""

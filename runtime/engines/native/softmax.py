@@ -13,11 +13,11 @@ from ....models.errors import EngineError
 from ....plugins.native.library import DRAW, RUN, NativeLibrary, Pass, address
 from ....plugins.native.processor import KernelError
 from ....plugins.native.residual import Row
-from ...sampling.softmax import NO_NUMBERS, NumpySoftmax, Softmax, Wanted
+from ...sampling.softmax import NO_NUMBERS, NumpySoftmax, Softmax, SoftmaxSettings
 from ...sampling.weights import Weights
 from .residual import NativeWeights
 
-MOST_ASKED = 48  # different wishes that are kept: by the numbers of rows, and where a chain or a tree begins
+MAX_ASKED = 48  # different wishes that are kept: by the numbers of rows, and where a chain or a tree begins
 ROOM = 1024  # likely tokens of a row for which a pass has room; the host looks for more of them itself
 
 
@@ -58,9 +58,9 @@ class NativeSoftmax(NumpySoftmax):
         return logits.dtype == np.float32 and logits.flags.c_contiguous
 
 
-class Asked(NamedTuple):
+class PassDraws(NamedTuple):
     """What passes with the same wishes are asked. draws [count] of `struct draw`, which a pass fills, for the output
-    rows `outputs` [count]; where these two lie. softmaxes: by row, up to the last one of which anything is wanted."""
+    rows `outputs` [count]; where these two lie. softmaxes: by row, up to the last one that has settings."""
 
     outputs: NDArray[np.int64]
     draws: NDArray[np.void]
@@ -77,23 +77,23 @@ class PreparedRows:
         self.softmax, self.logits = softmax, logits
         self.sums = np.zeros((rows, -(-columns // RUN)))
         self.ids, self.weights = np.zeros((rows, ROOM), np.int64), np.zeros((rows, ROOM))
-        self._asked: dict[tuple[Wanted | None, ...], Asked] = {}
+        self._asked: dict[tuple[SoftmaxSettings | None, ...], PassDraws] = {}
 
-    def ask(self, wanted: tuple[Wanted | None, ...], into: Pass) -> Sequence[Softmax | None]:
-        """Let a pass prepare output rows for the settings that are wanted of them; it has at least as many rows.
-        Returns the softmax of each row, after the pass; None for rows of which nothing is wanted. Most passes want what
-        an earlier one wanted: then nothing is written."""
-        asked = self._asked.get(wanted)
+    def ask(self, settings: tuple[SoftmaxSettings | None, ...], into: Pass) -> Sequence[Softmax | None]:
+        """Let a pass prepare output rows for these settings; it has at least as many rows. Returns the softmax of
+        each row, after the pass; None for rows without settings. Most passes have the settings of an earlier one: then
+        nothing is written."""
+        asked = self._asked.get(settings)
         if asked is None:
-            if len(self._asked) == MOST_ASKED:
+            if len(self._asked) == MAX_ASKED:
                 self._asked.clear()
-            asked = self._asked[wanted] = self._describe(wanted)
+            asked = self._asked[settings] = self._describe(settings)
         into.drawn = len(asked.draws)
         into.draw_outputs, into.draws = asked.places
         return asked.softmaxes
 
-    def _describe(self, wanted: tuple[Wanted | None, ...]) -> Asked:
-        given = [(row, each) for row, each in enumerate(wanted) if each is not None]
+    def _describe(self, settings: tuple[SoftmaxSettings | None, ...]) -> PassDraws:
+        given = [(row, each) for row, each in enumerate(settings) if each is not None]
         rows, draws = np.array([row for row, _ in given], np.int64), np.zeros(len(given), DRAW)
         draws["temperature"] = [each.temperature for _, each in given]
         draws["share"], draws["room"] = [each.share for _, each in given], ROOM
@@ -104,9 +104,9 @@ class PreparedRows:
         places = iter(range(len(given)))
         softmaxes = tuple(
             None if each is None else PreparedSoftmax(self, draws, row, next(places), each)
-            for row, each in enumerate(wanted)
+            for row, each in enumerate(settings)
         )
-        return Asked(rows, draws, (address(rows), address(draws)), softmaxes)
+        return PassDraws(rows, draws, (address(rows), address(draws)), softmaxes)
 
 
 def addresses(buffer: NDArray[Any], rows: NDArray[np.int64], used: Sequence[bool]) -> NDArray[np.uint64]:
@@ -115,17 +115,19 @@ def addresses(buffer: NDArray[Any], rows: NDArray[np.int64], used: Sequence[bool
 
 
 class PreparedSoftmax:
-    """The softmax of one row of a pass, until the next pass. It knows the answers for the settings that were wanted,
+    """The softmax of one row of a pass, until the next pass. It knows the answers for the settings that were asked for,
     and computes others as the engine's softmax does."""
 
     dtype: type[np.floating[Any]] = np.float32
 
-    def __init__(self, rows: PreparedRows, draws: NDArray[np.void], row: int, place: int, wanted: Wanted) -> None:
-        """row: of the buffers. place: in `draws`, see Asked."""
-        self._rows, self._row, self._place, self._wanted = rows, row, place, wanted
+    def __init__(
+        self, rows: PreparedRows, draws: NDArray[np.void], row: int, place: int, settings: SoftmaxSettings
+    ) -> None:
+        """row: of the buffers. place: in `draws`, see PassDraws."""
+        self._rows, self._row, self._place, self._settings = rows, row, place, settings
         self._total, self._peak, self._count, self._best = (draws[name] for name in ("total", "peak", "count", "best"))
         own, self._sums = rows.logits[row], rows.sums[row]
-        self._softmax = Row(address(own), len(own), 0.0, wanted.temperature, address(self._sums))
+        self._softmax = Row(address(own), len(own), 0.0, settings.temperature, address(self._sums))
 
     def best(self, logits: NDArray[np.floating[Any]]) -> int:
         """See Softmax.best."""
@@ -141,7 +143,7 @@ class PreparedSoftmax:
     ) -> Weights:
         """See Softmax.weights."""
         rows = self._rows
-        if not self._wanted.weights or not self._is_of(logits, temperature):
+        if not self._settings.weights or not self._is_of(logits, temperature):
             return rows.softmax.weights(logits, temperature, values)
         total = self._total.item(self._place)
         if math.isnan(total):
@@ -154,7 +156,7 @@ class PreparedSoftmax:
     ) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
         """See Softmax.likely."""
         rows, count = self._rows, self._count.item(self._place)
-        if share != self._wanted.share or count > ROOM or not self._is_of(logits, temperature):
+        if share != self._settings.share or count > ROOM or not self._is_of(logits, temperature):
             return rows.softmax.likely(logits, temperature, share)
         if count < 0:
             raise EngineError(NO_NUMBERS)
@@ -162,4 +164,4 @@ class PreparedSoftmax:
 
     def _is_of(self, logits: NDArray[np.floating[Any]], temperature: float) -> bool:
         """Whether the row is the one that was prepared, and no copy that somebody may have changed."""
-        return temperature == self._wanted.temperature and logits.base is self._rows.logits
+        return temperature == self._settings.temperature and logits.base is self._rows.logits

@@ -36,9 +36,9 @@ METADATA, LAYOUT_KEY = "__metadata__", "draftwood_layout"
 ACCEPTANCE = "acceptance."  # prefix of the names of an acceptance head's tensors
 ALIGNMENT = 64  # bytes of a vector
 LARGE_PAGE = 1 << 21  # bytes
-MOST_HEADER_BYTES = 100_000_000  # the limit of safetensors itself
-MOST_DIMENSIONS, MOST_BYTES = 8, 1 << 53  # of a tensor: a product of so few numbers of this size costs nothing
-MOST_BLOCKS = 64  # blocks of an acceptance head; those of SpecDec++ have 0 to 4
+MAX_HEADER_BYTES = 100_000_000  # the limit of safetensors itself
+MAX_DIMENSIONS, MAX_BYTES = 8, 1 << 53  # of a tensor: a product of so few numbers of this size costs nothing
+MAX_BLOCKS = 64  # blocks of an acceptance head; those of SpecDec++ have 0 to 4
 
 Weights = dict[str, NDArray[Any]]
 
@@ -192,7 +192,7 @@ def read_header(prefix: bytes, read: Callable[[int], bytes], file_bytes: int, pr
     """Read the place of each tensor. prefix: the first 8 bytes of the file. read: reads the next bytes. precision: of
     the matrices. Raises ValueError when the header does not describe a file of `file_bytes` bytes."""
     length = int.from_bytes(prefix, "little")
-    if len(prefix) < 8 or not 0 < length <= min(file_bytes - 8, MOST_HEADER_BYTES):
+    if len(prefix) < 8 or not 0 < length <= min(file_bytes - 8, MAX_HEADER_BYTES):
         raise ValueError("its header is cut off")
     if (8 + length) % ALIGNMENT:
         raise ValueError("its header does not end at a vector")
@@ -220,8 +220,8 @@ def place_of(name: str, entry: Any) -> Place:
     lists = all(isinstance(fields.get(field), list) for field in ("shape", "data_offsets"))
     numbers: list[Any] = [*fields["shape"], *fields["data_offsets"]] if lists else [None]
     known = isinstance(fields.get("dtype"), str) and fields["dtype"] in DTYPES
-    known = known and len(numbers) <= MOST_DIMENSIONS + 2
-    if not known or any(type(number) is not int or not 0 <= number <= MOST_BYTES for number in numbers):
+    known = known and len(numbers) <= MAX_DIMENSIONS + 2
+    if not known or any(type(number) is not int or not 0 <= number <= MAX_BYTES for number in numbers):
         raise ValueError(f"tensor {name!r} is not described")
     stored = Stored(fields["dtype"], tuple(fields["shape"]))
     begin, end = fields["data_offsets"] if len(fields["data_offsets"]) == 2 else (0, -1)
@@ -234,7 +234,7 @@ def check_tensors(file: str, found: Mapping[str, Stored], spec: EngineSpec) -> N
     """Raises EngineError unless a file has exactly the tensors that the spec requires, with their dtypes and shapes."""
     headed = ACCEPTANCE_OUTPUT.name in spec.outputs
     blocks = sum(name.startswith(f"{ACCEPTANCE}block.") and name.endswith(".weights") for name in found)
-    if blocks > MOST_BLOCKS:
+    if blocks > MAX_BLOCKS:
         raise EngineError(f"{file}: an acceptance head of {blocks} layers is too deep: rebuild the bundle")
     wanted = dict(expected_tensors(spec.model, spec.precision, spec.capacity, blocks if headed else None))
     for name, stored in wanted.items():

@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ....models.errors import EngineError
-from ...sampling.softmax import Softmax, Wanted, softmax_of
+from ...sampling.softmax import Softmax, SoftmaxSettings, softmax_of
 from ..base import Engine, ForwardOutput, Pass, TokenBatch, check_cache, num_fitting
 from ..cache import FIRST_CAPACITY, Storage
 from .prefix import EMPTY_TEXT, PrefixTree
@@ -98,22 +98,22 @@ class PooledEngine(Engine):
         self.caches[cache] = None
         return cache
 
-    def recall(self, wanted: Pass) -> Pass | None:
+    def recall(self, work: Pass) -> Pass | None:
         """Let the pass's cache take over the rows that the pool already holds, as speculative rows. Returns the pass
         over the other rows, or None when no row is left. A row whose output is read is always computed, so this changes
         only passes over a chunk of text; every output row of a tree is read."""
-        batch, cache = wanted.batch, check_cache(wanted.cache, PooledKVCache)
-        unread = batch.num_tokens - wanted.output_read if len(batch.output_rows) == 1 else 0
+        batch, cache = work.batch, check_cache(work.cache, PooledKVCache)
+        unread = batch.num_tokens - work.output_read if len(batch.output_rows) == 1 else 0
         if self.prefixes is None or not unread:
-            return wanted
+            return work
         before = cache.last if cache.last >= 0 else self.prefixes.empty_text(cache.salt)
         known = self.prefixes.find(before, batch.token_ids[:unread].tolist())
         if not known:
-            return wanted
+            return work
         read = cache.speculative
         cache.append(np.array(known, np.int64))
         self._recalled |= cache.length + cache.speculative >= COMMON_TOKENS
-        return None if len(known) == batch.num_tokens else wanted.part(len(known), batch.num_tokens, read)
+        return None if len(known) == batch.num_tokens else work.part(len(known), batch.num_tokens, read)
 
     def forward(self, passes: Sequence[Pass]) -> list[ForwardOutput]:
         """Score the batches of several caches in one pass. Each output is the same as from a pass by itself; it is
@@ -160,9 +160,9 @@ class PooledEngine(Engine):
         token_ids, position_ids = passes[0].batch.token_ids, passes[0].batch.position_ids
         if len(passes) > 1:
             token_ids, position_ids = np.zeros((2, width), np.int64)
-        wanted: list[int] = []  # rows whose output is read
+        read: list[int] = []  # rows whose output is read
         parts: list[slice] = []
-        asked: list[Wanted | None] = []  # by row of `wanted`
+        settings: list[SoftmaxSettings | None] = []  # by row of `read`
         ranking_only = True
         for (_, batch, _, output_read, _), cache, slots in zip(passes, caches, placed.slots, strict=True):
             count = len(slots)
@@ -179,20 +179,20 @@ class PooledEngine(Engine):
                 token_ids[first:end] = batch.token_ids[:count]
                 position_ids[first:end] = batch.position_ids[:count]
             begin = end - 1 if len(batch.output_rows) == 1 else first
-            parts.append(slice(len(wanted), len(wanted) + (end - begin if output_read else 0)))
+            parts.append(slice(len(read), len(read) + (end - begin if output_read else 0)))
             if output_read:
                 ranking_only = ranking_only and batch.ranking_only
-                wanted += range(begin, end)
-                asked += [*batch.wanted, *[None] * (end - begin - len(batch.wanted))]
+                read += range(begin, end)
+                settings += [*batch.settings, *[None] * (end - begin - len(batch.settings))]
             first = end
         if len(passes) == 1:
             output_rows = passes[0].batch.output_rows
         else:
-            output_rows = self._pad_output_rows(wanted or [first - 1], width)
+            output_rows = self._pad_output_rows(read or [first - 1], width)
         every = None
         if self._storage.places:
             every = placed.slots[0] if len(passes) == 1 else np.concatenate(placed.slots)
-        joined = (token_ids, position_ids, mask, output_rows, first, ranking_only, not wanted, every, tuple(asked))
+        joined = (token_ids, position_ids, mask, output_rows, first, ranking_only, not read, every, tuple(settings))
         return TokenBatch(*joined), parts
 
     def move(self, rows: NDArray[np.int64], slots: NDArray[np.int64]) -> bool:
@@ -220,7 +220,7 @@ class PooledEngine(Engine):
             self._newest = None
 
     def _place(self, caches: Sequence[PooledKVCache], counts: Sequence[int], width: int) -> Placement:
-        """The slots of a pass: behind all others, padding included, or in runs of each sequence's own."""
+        """The slots of a pass: after all others, padding included, or in runs of each sequence's own."""
         used = self._storage.speculative
         if not self._storage.places:
             ends = np.cumsum(counts).tolist()
@@ -229,11 +229,11 @@ class PooledEngine(Engine):
         placed = place(caches, counts, used, PANEL)
         return placed if placed.top <= self._limit else place(caches, counts, used, panel=1)
 
-    def _pad_output_rows(self, wanted: list[int], width: int) -> NDArray[np.int64]:
-        """The output rows of a pass: the `wanted` rows, and copies of the last one up to a compiled width. Engines keep
+    def _pad_output_rows(self, read: list[int], width: int) -> NDArray[np.int64]:
+        """The output rows of a pass: the `read` rows, and copies of the last one up to a compiled width. Engines keep
         buffers for each number of output rows, and some sum in another order for one row than for several."""
-        missing = min(self.spec.width_for(len(wanted)), width) - len(wanted)
-        return np.array([*wanted, *wanted[-1:] * missing], np.int64)
+        missing = min(self.spec.width_for(len(read)), width) - len(read)
+        return np.array([*read, *read[-1:] * missing], np.int64)
 
     def close(self) -> None:
         """Close the shared cache. The caller closes the wrapped engine."""

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from ....models import bindings
 from ....models.errors import EngineError
-from ....plugins.device_round.images import BINS, LEVELS, MOST_BLOCKS, RANKS, TOKEN_BLOCK
+from ....plugins.device_round.images import BINS, LEVELS, MAX_BLOCKS, RANKS, TOKEN_BLOCK
 from ...sampling.softmax import NO_NUMBERS
 from ..layout import Layout
 from ..rounds import BEST, BLOCK, MATCH, RoundDraws, RoundShape
@@ -40,7 +40,7 @@ class Vocabulary(NamedTuple):
     @property
     def fits(self) -> bool:
         """Whether the kernels can draw from these rows."""
-        return num_blocks(self.target) <= MOST_BLOCKS and (self.num_names > 0 or self.draft == self.target)
+        return num_blocks(self.target) <= MAX_BLOCKS and (self.num_names > 0 or self.draft == self.target)
 
 
 def num_blocks(columns: int) -> int:

@@ -26,7 +26,7 @@ from .memory import CacheMemory, cache_geometry
 from .pool import SharedKVCache, StaticPool
 from .rounds import SharedRounds, StaticRounds, can_run
 
-MOST_PAIRS = 8  # of memories whose rounds are kept: their buffers have rows of the vocabulary
+MAX_PAIRS = 8  # of memories whose rounds are kept: their buffers have rows of the vocabulary
 
 
 class MemoryUse(NamedTuple):
@@ -149,7 +149,7 @@ class StaticEngine(Engine):
         with self.lock:
             shared = self._rounds.pop(memories, None) or SharedRounds(self, draft, memories)
             self._rounds[memories] = shared
-            if len(self._rounds) > MOST_PAIRS:
+            if len(self._rounds) > MAX_PAIRS:
                 del self._rounds[next(iter(self._rounds))]
             return StaticRounds(shared, cache, draft_cache)
 
@@ -204,7 +204,7 @@ class StaticKVCache(GrowingKVCache):
         return self._memory.bind_pass(PassShape.of(batch, limit)).run(batch, [place], start, batch.num_tokens)
 
     def has_room(self, first: int, rows: int) -> bool:
-        """Whether a pass of `rows` rows fits behind `first` speculative rows."""
+        """Whether a pass of `rows` rows fits after `first` speculative rows."""
         seen = first + self._spec.width_for(rows)
         return seen <= self._engine.program.max_columns and self.length + seen <= self._spec.capacity
 

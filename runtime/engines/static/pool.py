@@ -1,6 +1,6 @@
 """StaticPool: the rows of several sequences in one pass over a cache of fixed size, without padding between them.
 
-The cache has a region of slots for each sequence, which holds its committed rows in order. One area behind the regions
+The cache has a region of slots for each sequence, which holds its committed rows in order. One area after the regions
 holds the speculative rows of all sequences. A pass writes its rows to the next slots of this area. The input
 `sequences` gives the rows and the region of each sequence, so attention reads only the committed rows of a row's own
 sequence. A commit copies accepted rows to the region; one launch before the next pass does this for all sequences. Rows
@@ -63,7 +63,7 @@ class SharedKVCache:
         return self._pool.memory
 
     def has_room(self, first: int, rows: int) -> bool:
-        """Whether `rows` rows fit behind `first` speculative rows, whatever other sequences have. A round commits fewer
+        """Whether `rows` rows fit after `first` speculative rows, whatever other sequences have. A round commits fewer
         of them than these."""
         return first + rows <= self._pool.share and self.length + first + rows <= self._pool.region
 
@@ -197,7 +197,7 @@ class StaticPool:
         return self._used
 
     def reserve(self, columns: int) -> int:
-        """The slot of the first of `columns` columns behind those in use, for a round on the device, which leaves them
+        """The slot of the first of `columns` columns after those in use, for a round on the device, which leaves them
         unused. All moves before it are queued. The caller holds the lock."""
         if self._used + columns > self._columns:
             self._compact()

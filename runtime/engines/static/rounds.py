@@ -21,8 +21,8 @@ from .round import WORD, CachePlace, Names, Round, TextPlace
 if TYPE_CHECKING:  # engine.py imports this module
     from .engine import StaticEngine
 
-MOST_ROUNDS = 32  # shapes and numbers of texts whose graphs are kept
-MOST_DRAWN = 8  # the same above temperature 0, where the buffers have rows of the vocabulary
+MAX_ROUNDS = 32  # shapes and numbers of texts whose graphs are kept
+MAX_DRAWN = 8  # the same above temperature 0, where the buffers have rows of the vocabulary
 
 
 class RoundCache(KVCache, Protocol):
@@ -153,7 +153,7 @@ class SharedRounds:
         made = self._rounds.pop((shape, texts), None)
         is_best = shape.verify == BEST
         alike = [each for each in self._rounds if (each[0].verify == BEST) == is_best]
-        most = MOST_ROUNDS if is_best else MOST_DRAWN
+        most = MAX_ROUNDS if is_best else MAX_DRAWN
         for each in alike[: max(len(alike) + 1 - most, 0)]:
             del self._rounds[each]
         self._rounds[shape, texts] = made or self._made(shape, texts)
@@ -184,7 +184,7 @@ class SharedRounds:
         return target, draft
 
     def _bound(self, side: int, rows: int, first: int, last_only: bool = False) -> StaticPass:
-        """A pass of `rows` rows behind `first` columns. side: 0 for the target, 1 for the draft."""
+        """A pass of `rows` rows after `first` columns. side: 0 for the target, 1 for the draft."""
         engine = (self.target, self.draft)[side]
         width = engine.spec.width_for(rows)
         columns = mask_columns(width, first + width, engine.program.max_columns)

@@ -12,29 +12,29 @@ RESERVE = 16  # further connections, of which a new client gets one when all oth
 SPARE_FILES = 64  # files that the process may open later besides connections
 
 
-def raise_file_limit(wanted: int) -> int:
-    """Raise the limit of open files as far as necessary and allowed for `wanted` connections. Returns the number of
-    connections that fit, at most `wanted`; a smaller one is a warning. Raises ConfigError if none fits."""
-    if wanted < 1:
-        raise ConfigError(f"--max-connections must be at least 1, not {wanted}")
+def raise_file_limit(requested: int) -> int:
+    """Raise the limit of open files as far as necessary and allowed for `requested` connections. Returns the number of
+    connections that fit, at most `requested`; a smaller one is a warning. Raises ConfigError if none fits."""
+    if requested < 1:
+        raise ConfigError(f"--max-connections must be at least 1, not {requested}")
     if sys.platform == "win32":
-        return wanted
+        return requested
     import resource
 
     others = len(os.listdir("/dev/fd")) + SPARE_FILES + RESERVE
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY:
-        return wanted
-    if soft < others + wanted:
-        soft = others + wanted if hard == resource.RLIM_INFINITY else min(hard, others + wanted)
+        return requested
+    if soft < others + requested:
+        soft = others + requested if hard == resource.RLIM_INFINITY else min(hard, others + requested)
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     if soft <= others:
         raise ConfigError(f"{soft} open files are allowed, which leaves none for connections: raise ulimit -n")
-    if soft - others >= wanted:
-        return wanted
+    if soft - others >= requested:
+        return requested
     print(
-        f"draftwood: warning: room for {soft - others} connections instead of {wanted}: raise the limit of open files "
-        "(ulimit -n)",
+        f"draftwood: warning: room for {soft - others} connections instead of {requested}: raise the limit of open "
+        "files (ulimit -n)",
         file=sys.stderr,
     )
     return soft - others

@@ -24,7 +24,7 @@ MAX_REQUEST_ID = 128
 IN_PROGRESS = "in_progress"  # key of a scope's state: set while the request counts as in progress
 HANG_UP = "hang_up"  # key of a scope's state: closes the connection without writing what is left
 HELD = "held"  # key of a scope's state: what is held of the answer to a request in progress
-LEAST_BYTES = 256 << 20  # of all answers together: ten of the largest
+MIN_BYTES = 256 << 20  # of all answers together: ten of the largest
 SHARE = 8  # they may take one in so many bytes of the memory that is available at the start
 PIECE_BYTES = 64 << 10
 
@@ -38,12 +38,12 @@ class Limits(NamedTuple):
     body_seconds: float = 30.0  # for one body
     hosts: AllowedHosts | None = None  # accepted host names, None for any; HEALTH always answers
     trusted_proxies: tuple[str, ...] = ()  # addresses or networks whose X-Forwarded-For names the sender of a request
-    answer_bytes: int = LEAST_BYTES  # of all answers that clients have not read
+    answer_bytes: int = MIN_BYTES  # of all answers that clients have not read
 
 
 def answer_bytes() -> int:
     """The bytes that all answers may take by the memory that is available now."""
-    return max(LEAST_BYTES, (available_bytes() or 0) // SHARE)
+    return max(MIN_BYTES, (available_bytes() or 0) // SHARE)
 
 
 class RequestGuard:

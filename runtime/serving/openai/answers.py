@@ -20,18 +20,18 @@ from ...text.writer import StreamChunk
 from ..json_text import pieces
 from .formats import AnswerFormat, Part
 
-MOST_LOGPROBS = 1 << 18  # log-probabilities of an answer, see streams.LOGPROB_BYTES
+MAX_LOGPROBS = 1 << 18  # log-probabilities of an answer, see streams.LOGPROB_BYTES
 
 
 def check_log_probabilities(params: SamplingParams, choices: int, lengths: Sequence[int], context: int) -> None:
-    """Raises RequestError where the answer could have more than MOST_LOGPROBS log-probabilities. choices: of each
+    """Raises RequestError where the answer could have more than MAX_LOGPROBS log-probabilities. choices: of each
     prompt. lengths: tokens of the prompts. context: the most tokens of a prompt and its text."""
     texts = sum(min(params.max_tokens, max(0, context - length)) for length in lengths)
     asked = ((params.logprobs, texts), (params.prompt_logprobs, sum(lengths)))
     count = choices * sum((1 + alternatives) * tokens for alternatives, tokens in asked if alternatives is not None)
-    if count > MOST_LOGPROBS:
+    if count > MAX_LOGPROBS:
         raise RequestError(
-            f"the answer could have {count} log-probabilities and may have {MOST_LOGPROBS}: ask for fewer "
+            f"the answer could have {count} log-probabilities and may have {MAX_LOGPROBS}: ask for fewer "
             "alternatives, choices or prompts, or for a smaller max_tokens"
         )
 

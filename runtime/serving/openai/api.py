@@ -24,7 +24,7 @@ from ...text.token_texts import TokenTexts
 from ...text.writer import StreamChunk
 from ..http.errors import UnknownModel, refusal_of
 from ..json_text import pieces
-from ..waiting import TimeLimit, while_wanted
+from ..waiting import TimeLimit, while_connected
 from .answers import Answer, as_json, check_log_probabilities
 from .bodies import COMPLETION_TOKENS, ChatBody, CompletionBody, GenerationBody, StreamOptions
 from .formats import AnswerFormat, ChatFormat, CompletionFormat
@@ -36,7 +36,7 @@ T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 
-class Asked(NamedTuple):
+class PreparedRequest(NamedTuple):
     """A request whose texts were read; nothing is generated yet."""
 
     limit: TimeLimit
@@ -86,15 +86,17 @@ class OpenAIApi:
         return TimeLimit(self._request_seconds)
 
     async def while_connected(self, request: Request, work: Coroutine[Any, Any, T], limit: TimeLimit | None) -> T:
-        """See `while_wanted`. The body must have been read before."""
+        """See `while_connected`. The body must have been read before."""
 
         async def gone() -> None:
             while (await request.receive())["type"] != "http.disconnect":
                 pass
 
-        return await while_wanted(work, gone(), limit)
+        return await while_connected(work, gone(), limit)
 
-    async def read(self, body: CompletionBody | ChatBody, request: Request, most_tokens: int | None = None) -> Asked:
+    async def read(
+        self, body: CompletionBody | ChatBody, request: Request, most_tokens: int | None = None
+    ) -> PreparedRequest:
         """Check a request and read its texts. most_tokens: of an answer without a limit of its own. Raises ConfigError
         or RequestError."""
         limit, client, use = self.begin(body.model), request.state.client, None
@@ -115,10 +117,10 @@ class OpenAIApi:
         check_log_probabilities(params, body.num_choices, [len(prompt) for prompt in prompts], self._max_length)
         request.state.params = params
         prepared = await self.while_connected(request, self.async_llm.prepare(params, client), limit)
-        return Asked(limit, prompts, echoes, config, params, prepared, format)
+        return PreparedRequest(limit, prompts, echoes, config, params, prepared, format)
 
     def submit(
-        self, body: GenerationBody, client: str, asked: Asked, prompt: Sequence[int], **more: Any
+        self, body: GenerationBody, client: str, asked: PreparedRequest, prompt: Sequence[int], **more: Any
     ) -> RequestStream:
         """Queue one text. more: settings of `AsyncLLM.generate` in the place of these."""
         options: dict[str, Any] = {
@@ -151,7 +153,7 @@ class OpenAIApi:
             return prompt
         return await self.async_llm.texts.compute(lambda _: self._llm.tokenizer.decode(prompt), len(prompt), client)
 
-    async def _answer(self, body: GenerationBody, request: Request, asked: Asked) -> Response:
+    async def _answer(self, body: GenerationBody, request: Request, asked: PreparedRequest) -> Response:
         """Generate the choices of each prompt, and send them whole or as a stream."""
         streams = await self._submit_all(body, request.state.client, asked)
         answer = Answer(
@@ -174,7 +176,7 @@ class OpenAIApi:
         events = server_sent(answer, first, chunks, body.stream_options)
         return StreamingResponse(events, media_type="text/event-stream", headers=STREAM_HEADERS)
 
-    async def _submit_all(self, body: GenerationBody, client: str, asked: Asked) -> list[RequestStream]:
+    async def _submit_all(self, body: GenerationBody, client: str, asked: PreparedRequest) -> list[RequestStream]:
         """Queue all choices, or none. Others have their turn between two of them, whose settings take time."""
         streams: list[RequestStream] = []
         choices, call = replace(asked.params, n=body.num_choices).choices(), object()

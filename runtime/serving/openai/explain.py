@@ -10,7 +10,7 @@ from ...inspection.explain import RoundRecorder
 from ...inspection.explain_html import to_html
 from ...text.tokenizer import token_texts
 from ..http.pages import page
-from .api import Asked, OpenAIApi
+from .api import OpenAIApi, PreparedRequest
 from .bodies import ChatBody, CompletionBody, GenerationBody
 
 MAX_TOKENS = 512  # of an explained text: the page shows every round
@@ -38,14 +38,14 @@ class ExplainApi:
         """The rounds of an answer in a conversation, drawn on a page."""
         return await self._explained(body, request, await self._api.read(body, request, MAX_TOKENS))
 
-    async def _explained(self, body: GenerationBody, request: Request, asked: Asked) -> Response:
+    async def _explained(self, body: GenerationBody, request: Request, asked: PreparedRequest) -> Response:
         if body.stream or body.num_choices != 1:
             raise RequestError("an explanation is one page about one text: leave out stream, n and best_of")
         if not 1 <= asked.params.max_tokens <= MAX_TOKENS:
             raise RequestError(f"max_tokens: an explanation has at least one and at most {MAX_TOKENS} tokens")
         return await self._api.while_connected(request, self._page(body, request.state.client, asked), asked.limit)
 
-    async def _page(self, body: GenerationBody, client: str, asked: Asked) -> Response:
+    async def _page(self, body: GenerationBody, client: str, asked: PreparedRequest) -> Response:
         recorder, (prompt,) = RoundRecorder(self._text_of, MAX_NODES), asked.prompts
         stream = self._api.submit(body, client, asked, prompt, observe=recorder.observe)
         try:

@@ -17,7 +17,7 @@ from ...engines.shared.memory import OutOfMemoryError
 from ...requests.async_llm import AsyncLLM, DeadlineError, QueueFullError, RequestStream, ShutdownError
 from ...text.writer import StreamChunk
 from ..places import Places
-from ..waiting import ClientGone, TimeLimit, while_wanted
+from ..waiting import ClientGone, TimeLimit, while_connected
 from .contract import OPTIONAL_INPUTS, PROMPT
 from .metrics import TritonMetrics
 from .request import TritonRequest, json_object, parse_request
@@ -49,7 +49,7 @@ class Call:
             async with aclosing(await self._queue(engine, parsed, client)) as stream:
                 writer, ended = ResponseWriter(parsed, stream.num_prompt_tokens), False
                 while not ended:
-                    chunk = await self._while_wanted(anext(stream))
+                    chunk = await self._while_connected(anext(stream))
                     ended = chunk.finish_reason is not None
                     if (tensors := writer.write(chunk)) is not None:
                         outputs = [self._backend.Tensor(name, tensor) for name, tensor in tensors.items()]
@@ -68,8 +68,8 @@ class Call:
     async def _queue(self, engine: AsyncLLM, parsed: TritonRequest, client: str) -> RequestStream:
         """Queue the request, after its texts were read in the client's turn."""
         limit = TimeLimit(parsed.deadline_s or self._request.timeout() / 1e6 or None, self._arrived)  # gRPC's, or 0
-        prompt = await self._while_wanted(engine.encode(parsed.prompt, client), limit)
-        prepared = await self._while_wanted(engine.prepare(parsed.params, client), limit)
+        prompt = await self._while_connected(engine.encode(parsed.prompt, client), limit)
+        prepared = await self._while_connected(engine.prepare(parsed.params, client), limit)
         stream = engine.generate(
             prompt,
             parsed.params,
@@ -83,8 +83,8 @@ class Call:
         self._queued = True
         return stream
 
-    async def _while_wanted(self, work: Coroutine[Any, Any, T], limit: TimeLimit | None = None) -> T:
-        return await while_wanted(work, self._cancelled(), limit)
+    async def _while_connected(self, work: Coroutine[Any, Any, T], limit: TimeLimit | None = None) -> T:
+        return await while_connected(work, self._cancelled(), limit)
 
     async def _cancelled(self) -> None:
         """Wait until the client has cancelled the request or disconnected."""
@@ -113,8 +113,8 @@ class ResponseWriter:
     """
 
     def __init__(self, request: TritonRequest, num_input_tokens: int) -> None:
-        self._wanted, self._num_input_tokens = request.body, num_input_tokens
-        self._text = "" if self._wanted.stream or self._wanted.exclude_input_in_output else request.prompt
+        self._body, self._num_input_tokens = request.body, num_input_tokens
+        self._text = "" if self._body.stream or self._body.exclude_input_in_output else request.prompt
         self._num_tokens = 0
         self._logprobs: list[float] = []
         self._cum_logprob = 0.0
@@ -125,7 +125,7 @@ class ResponseWriter:
         self._num_tokens += len(chunk.token_ids)
         self._logprobs += [logprob.logprob for logprob in chunk.logprobs]
         self._cum_logprob += sum(logprob.logprob for logprob in chunk.logprobs)
-        if not self._wanted.stream and chunk.finish_reason is None:
+        if not self._body.stream and chunk.finish_reason is None:
             return None
         tensors = self._tensors() | (
             {} if chunk.finish_reason is None else self._last(chunk.finish_reason, chunk.stats)
@@ -135,11 +135,11 @@ class ResponseWriter:
 
     def _tensors(self) -> dict[str, NDArray[Any]]:
         tensors = {"text_output": strings(self._text), "sequence_index": integer(0), "batch_index": integer(0)}
-        if self._wanted.return_num_input_tokens:
+        if self._body.return_num_input_tokens:
             tensors["num_input_tokens"] = integer(self._num_input_tokens)
-        if self._wanted.return_num_output_tokens:
+        if self._body.return_num_output_tokens:
             tensors["num_output_tokens"] = integer(self._num_tokens)
-        if self._wanted.return_log_probs:
+        if self._body.return_log_probs:
             tensors["output_log_probs"] = np.array([[self._logprobs]], np.float32)
             tensors["cum_log_probs"] = np.array([[self._cum_logprob]], np.float32)
         return tensors
@@ -147,9 +147,9 @@ class ResponseWriter:
     def _last(self, finish_reason: str, stats: SpecDecodeStats) -> dict[str, NDArray[Any]]:
         """Further tensors of the last response."""
         tensors: dict[str, NDArray[Any]] = {}
-        if self._wanted.return_finish_reason:
+        if self._body.return_finish_reason:
             tensors["finish_reason"] = strings(finish_reason)
-        if self._wanted.return_perf_metrics:
+        if self._body.return_perf_metrics:
             tensors["acceptance_rate"] = np.array([[stats.acceptance_rate]], np.float32)
             tensors["total_accepted_draft_tokens"] = integer(stats.num_accepted_tokens)
             tensors["total_draft_tokens"] = integer(stats.num_draft_tokens)

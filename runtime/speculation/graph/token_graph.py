@@ -15,13 +15,13 @@ ROOT = 0  # the last committed token
 
 
 class Edge(NamedTuple):
-    """One continuation. gain: log-value of the child minus its parent's, see TokenGraph. certain: the child was not
+    """One continuation. gain: log-value of the child minus its parent's, see TokenGraph. looked_up: the child was not
     drawn from the parent's q but given (by prompt lookup), with probability one. R [K]: the distribution from which a
     drawn child was drawn, which is q without the siblings drawn before it."""
 
     child: int
     gain: float
-    certain: bool
+    looked_up: bool
     R: NDArray[np.float64] | None
 
 
@@ -86,7 +86,7 @@ class TokenGraph:
         token: int,
         gain: float,
         share: float,
-        certain: bool = False,
+        looked_up: bool = False,
         R: NDArray[np.float64] | None = None,
     ) -> int:
         """Add a child of `parent`; for the arguments see Edge and `shares`. Returns the new node."""
@@ -97,7 +97,7 @@ class TokenGraph:
         self.depths.append(self.depths[parent] + 1)
         self.values.append(self.values[parent] + gain)
         self.shares.append(share)
-        self.edges[parent].append(Edge(node, gain, certain, R))
+        self.edges[parent].append(Edge(node, gain, looked_up, R))
         self.edges.append([])
         return node
 
@@ -121,7 +121,7 @@ class TokenGraph:
 
     def rank(self, node: int) -> int:
         """The number of siblings that were drawn or chosen before `node`."""
-        siblings = [edge.child for edge in self.edges[self.parents[node]] if not edge.certain]
+        siblings = [edge.child for edge in self.edges[self.parents[node]] if not edge.looked_up]
         return siblings.index(node) if node in siblings else 0
 
     def probability(self, node: int) -> float:

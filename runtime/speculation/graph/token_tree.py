@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from ...engines.base import EngineSpec, TokenBatch, causal_mask
 from ...sampling.sampler import Candidates
-from ...sampling.softmax import Wanted
+from ...sampling.softmax import SoftmaxSettings
 from .token_graph import ROOT, Edge, TokenGraph
 
 
@@ -20,7 +20,7 @@ class TokenTree:
 
     token_ids, parents, depths: one entry per row (the root's parent is -1). children: rows below each row, in draw
     order. nodes: the graph node of each row. merged: whether the row's path differs from the context in which its node
-    was drafted. certain: rows whose token was given, not drawn. shares: the draft's probability of each row's token,
+    was drafted. looked_up: rows whose token was given, not drawn. shares: the draft's probability of each row's token,
     see TokenGraph. draft_probs: by row, the distribution q from which its drawn children were drawn; empty if none was.
     remaining: by drawn row, the distribution R [K] of its Edge, from which the row's token was drawn.
     """
@@ -31,7 +31,7 @@ class TokenTree:
     children: tuple[tuple[int, ...], ...]
     nodes: tuple[int, ...]
     merged: tuple[bool, ...]
-    certain: frozenset[int]
+    looked_up: frozenset[int]
     shares: tuple[float, ...]
     draft_probs: dict[int, Candidates]
     remaining: dict[int, NDArray[np.float64]]
@@ -40,21 +40,21 @@ class TokenTree:
         return len(self.token_ids)
 
     def to_batch(
-        self, spec: EngineSpec, committed: int, ranking_only: bool = False, wanted: Wanted | None = None
+        self, spec: EngineSpec, committed: int, ranking_only: bool = False, settings: SoftmaxSettings | None = None
     ) -> TokenBatch:
-        """The pass that scores every row behind `committed` cache rows; ranking_only: see TokenBatch. wanted: what
+        """The pass that scores every row after `committed` cache rows; ranking_only: see TokenBatch. settings: what
         verification needs of a row's softmax. The pass computes it on the path of first children, with which most
         verifiers begin; the host computes it for any other row."""
         rows = len(self.token_ids)
-        on_path: tuple[Wanted | None, ...] = ()
+        on_path: tuple[SoftmaxSettings | None, ...] = ()
         if self.parents == tuple(range(-1, rows - 1)):  # a chain, or the root alone
             mask, positions = causal_mask(rows), np.arange(committed, committed + rows)
-            on_path = () if wanted is None else (wanted,) * rows
+            on_path = () if settings is None else (settings,) * rows
         else:
             mask, positions = self._mask(), committed + np.asarray(self.depths)
-            on_path = () if wanted is None else self._on_first_path(wanted)
+            on_path = () if settings is None else self._on_first_path(settings)
         return TokenBatch.pad(
-            self.token_ids, positions, mask, spec.width_for(rows), ranking_only=ranking_only, wanted=on_path
+            self.token_ids, positions, mask, spec.width_for(rows), ranking_only=ranking_only, settings=on_path
         )
 
     def _mask(self) -> NDArray[np.bool_]:
@@ -66,14 +66,14 @@ class TokenTree:
             lines.append((above + b"\1").ljust(rows, b"\0"))
         return np.frombuffer(bytearray().join(lines), np.bool_).reshape(rows, rows)
 
-    def _on_first_path(self, wanted: Wanted) -> tuple[Wanted | None, ...]:
-        """By row, up to the end of the path of first children: `wanted` on this path."""
+    def _on_first_path(self, settings: SoftmaxSettings) -> tuple[SoftmaxSettings | None, ...]:
+        """By row, up to the end of the path of first children: `settings` on this path."""
         path = [0]
         while below := self.children[path[-1]]:
             path.append(below[0])
-        asked: list[Wanted | None] = [None] * (path[-1] + 1)
+        asked: list[SoftmaxSettings | None] = [None] * (path[-1] + 1)
         for row in path:
-            asked[row] = wanted
+            asked[row] = settings
         return tuple(asked)
 
 
@@ -97,7 +97,7 @@ def unroll(graph: TokenGraph, max_tokens: int, max_depth: int) -> TokenTree:
     depths: list[int] = []
     children: list[list[int]] = []
     merged: list[bool] = []
-    certain, draft_probs, remaining = set(), {}, {}
+    looked_up, draft_probs, remaining = set(), {}, {}
     heap: list[tuple[float, int, int, int, bool, Edge]] = [(0.0, ROOT, 0, -1, False, Edge(ROOT, 0.0, False, None))]
     pushed = 0
     while heap and len(nodes) <= max_tokens:
@@ -110,8 +110,8 @@ def unroll(graph: TokenGraph, max_tokens: int, max_depth: int) -> TokenTree:
         if row:
             children[parent].append(row)
         merged.append(copied)
-        if edge.certain:
-            certain.add(row)
+        if edge.looked_up:
+            looked_up.add(row)
         if edge.R is not None:
             remaining[row] = edge.R
         if node in graph.draft_probs:
@@ -127,7 +127,7 @@ def unroll(graph: TokenGraph, max_tokens: int, max_depth: int) -> TokenTree:
         children=tuple(map(tuple, children)),
         nodes=tuple(nodes),
         merged=tuple(merged),
-        certain=frozenset(certain),
+        looked_up=frozenset(looked_up),
         shares=tuple(map(graph.shares.__getitem__, nodes)),
         draft_probs=draft_probs,
         remaining=remaining,

@@ -114,7 +114,7 @@ class GrowerKind:
         return limits.depth if self.layered or greedy else limits.size + 1
 
     def rows(self, limits: Growth, greedy: bool) -> list[int]:
-        """The most nodes that the draft scores in each pass of a round behind the first one, which scores the root."""
+        """The most nodes that the draft scores in each pass of a round after the first one, which scores the root."""
         if not self.drafts:
             return []
         if self.shape is not None:  # of these, nodes without children are not scored

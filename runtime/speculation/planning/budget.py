@@ -25,16 +25,16 @@ from numpy.typing import NDArray
 
 from .cost import CostModel
 from .drift import Drift
-from .prices import PLAIN, Costs, Offer, costs_at, even_seconds, row_seconds
+from .prices import PLAIN, Candidates, Costs, costs_at, even_seconds, row_seconds
 
 PRICES = np.geomspace(0.25, 6.0, 24)  # of a second, in what plain decoding yields in it
 
 
-class Choice(NamedTuple):
-    """The number of a request's choice among those of `offer`, and the speed of all requests together over that of
+class Decision(NamedTuple):
+    """The number of a request's choice among those of `candidates`, and the speed of all requests together over that of
     plain decoding."""
 
-    offer: Offer
+    candidates: Candidates
     number: int
     speed_up: float
 
@@ -58,93 +58,96 @@ class DraftBudget:
         # How often the requests were given other choices than before.
         self.changes = 0
         self._draft_context = draft_context
-        self._offers: dict[Hashable, tuple[Offer, int]] = {}  # the latest of every member, and its context
-        self._choices: dict[Hashable, Choice] = {}  # the present solution
+        self._candidates: dict[Hashable, tuple[Candidates, int]] = {}  # the latest of every member, and its context
+        self._choices: dict[Hashable, Decision] = {}  # the present solution
         self._price = np.inf
         self._served: set[Hashable] = set()  # members that have taken their choice
 
-    def choose(self, member: Hashable, offer: Offer, context: int, sharing: int, costs: CostModel) -> Choice:
-        """What `member` proposes next, after `context` tokens. sharing: number of requests that share passes. Those
+    def choose(
+        self, member: Hashable, candidates: Candidates, context: int, batch_size: int, costs: CostModel
+    ) -> Decision:
+        """What `member` proposes next, after `context` tokens. batch_size: number of requests that share passes. Those
         that are no members are taken to be like the members. A member that has its choice already gets another one, and
         so do all others. A new member chooses at the price of the others: requests that start together would else need
         as many solutions for all."""
-        self._offers[member] = offer, context
+        self._candidates[member] = candidates, context
         if not self._choices or member in self._served:
-            self._solve(sharing, costs)
+            self._solve(batch_size, costs)
         elif member not in self._choices:
-            at = costs_at(costs, context, sharing, self._draft_context)
-            number = int(worth_most(offer, np.array([self._price]), at)[0])
-            self._choices[member] = Choice(offer, number, next(iter(self._choices.values())).speed_up)
+            at = costs_at(costs, context, batch_size, self._draft_context)
+            number = int(worth_most(candidates, np.array([self._price]), at)[0])
+            self._choices[member] = Decision(candidates, number, next(iter(self._choices.values())).speed_up)
         self._served.add(member)
         return self._choices[member]
 
-    def _solve(self, sharing: int, costs: CostModel) -> None:
-        offers, contexts = zip(*self._offers.values(), strict=True)
-        solution = allocate(offers, costs_at(costs, sum(contexts) // len(contexts), sharing, self._draft_context))
+    def _solve(self, batch_size: int, costs: CostModel) -> None:
+        members, contexts = zip(*self._candidates.values(), strict=True)
+        solution = allocate(members, costs_at(costs, sum(contexts) // len(contexts), batch_size, self._draft_context))
         before = {member: choice.number for member, choice in self._choices.items()}
-        numbers = dict(zip(self._offers, solution.numbers, strict=True))
+        numbers = dict(zip(self._candidates, solution.numbers, strict=True))
         self._choices = {
-            member: Choice(offer, numbers[member], solution.speed_up) for member, (offer, _) in self._offers.items()
+            member: Decision(candidates, numbers[member], solution.speed_up)
+            for member, (candidates, _) in self._candidates.items()
         }
         self._price = solution.price
         self.changes += numbers != before
         self._served.clear()
 
-    def observe_pass(self, rows: int, sharing: int, context: int, seconds: float) -> None:
+    def observe_pass(self, rows: int, batch_size: int, context: int, seconds: float) -> None:
         """Learn what a pass of the target took that `sharing` texts shared. context: committed tokens of each, on
         average."""
         if self.drift is not None:
-            self.drift.observe_shared(rows, sharing, context, seconds)
+            self.drift.observe_shared(rows, batch_size, context, seconds)
 
     def leave(self, member: Hashable) -> None:
         """Take a request out that has ended."""
-        self._offers.pop(member, None)
+        self._candidates.pop(member, None)
         self._choices.pop(member, None)
         self._served.discard(member)
 
 
-def worth_most(offer: Offer, prices: NDArray[np.float64], costs: Costs) -> NDArray[np.int64]:
+def worth_most(candidates: Candidates, prices: NDArray[np.float64], costs: Costs) -> NDArray[np.int64]:
     """The number [K] of the choice that is worth most at each price."""
     s, d = row_seconds(costs)
-    seconds = (1 + offer.menu.tokens) * s + offer.menu.drafted.sum(1) * d + offer.host
+    seconds = (1 + candidates.table.tokens) * s + candidates.table.drafted.sum(1) * d + candidates.host
     finite = np.isfinite(prices)
-    worth = offer.tokens - np.where(finite, prices, 0.0)[:, None] * seconds
+    worth = candidates.tokens - np.where(finite, prices, 0.0)[:, None] * seconds
     return np.where(finite, worth.argmax(1), PLAIN)
 
 
-def even_rates(offer: Offer, costs: Costs) -> NDArray[np.float64]:
+def even_rates(candidates: Candidates, costs: Costs) -> NDArray[np.float64]:
     """Tokens per second [C] of a request where all requests make the same choice."""
-    rates: NDArray[np.float64] = offer.tokens / (even_seconds(costs, *offer.menu[2:]) + offer.host)
+    rates: NDArray[np.float64] = candidates.tokens / (even_seconds(costs, *candidates.table[2:]) + candidates.host)
     return rates
 
 
-def allocate(offers: Sequence[Offer], costs: Costs) -> Solution:
-    """A choice for every request, so that all together yield the most tokens per second. Each offer stands for as many
-    of the requests that share passes as the others. Costs are those of joint passes, in which all requests draft side
+def allocate(members: Sequence[Candidates], costs: Costs) -> Solution:
+    """A choice for every request, so that all together yield the most tokens per second. Each member stands for as
+    many of the requests that share passes. Costs are those of joint passes, in which all requests draft side
     by side."""
-    if all(offer is offers[0] for offer in offers):
-        rates = even_rates(offers[0], costs)
+    if all(candidates is members[0] for candidates in members):
+        rates = even_rates(members[0], costs)
         best = int(rates.argmax())
         price = np.inf if best == PLAIN else float(rates[best])
-        return Solution([best] * len(offers), price, float(rates[best] / rates[PLAIN]))
+        return Solution([best] * len(members), price, float(rates[best] / rates[PLAIN]))
 
-    number, weight = costs.sharing, costs.sharing / len(offers)
-    plain_host = weight * sum(float(offer.host[PLAIN]) for offer in offers)
+    number, weight = costs.batch_size, costs.batch_size / len(members)
+    plain_host = weight * sum(float(candidates.host[PLAIN]) for candidates in members)
     plain_speed = number / (float(costs.seconds(np.array([number]), np.zeros((1, 0)))[0]) + plain_host)
     prices = np.concatenate(([np.inf], plain_speed * PRICES))
-    alike: dict[int, list[int]] = {}  # members with the same offer, which are mostly those that do not draft
-    for index, offer in enumerate(offers):
-        alike.setdefault(id(offer), []).append(index)
-    chosen = np.zeros((len(offers), len(prices)), np.int64)
+    alike: dict[int, list[int]] = {}  # members with the same candidates, which are mostly those that do not draft
+    for index, candidates in enumerate(members):
+        alike.setdefault(id(candidates), []).append(index)
+    chosen = np.zeros((len(members), len(prices)), np.int64)
     tokens, rows, host = np.zeros((3, len(prices)))
-    drafted = np.zeros((len(prices), max(offer.menu.most for offer in offers)))
-    for members in alike.values():
-        offer, all_of_them = offers[members[0]], weight * len(members)
-        chosen[members] = found = worth_most(offer, prices, costs)
-        tokens += all_of_them * offer.tokens[found]
-        rows += all_of_them * (1 + offer.menu.tokens[found])
-        host += all_of_them * offer.host[found]
-        drafted[:, : offer.menu.most] += all_of_them * offer.menu.drafted[found]
+    drafted = np.zeros((len(prices), max(candidates.table.most for candidates in members)))
+    for group in alike.values():
+        candidates, all_of_them = members[group[0]], weight * len(group)
+        chosen[group] = found = worth_most(candidates, prices, costs)
+        tokens += all_of_them * candidates.tokens[found]
+        rows += all_of_them * (1 + candidates.table.tokens[found])
+        host += all_of_them * candidates.host[found]
+        drafted[:, : candidates.table.most] += all_of_them * candidates.table.drafted[found]
     speeds = tokens / (costs.seconds(rows, drafted) + host)
     best = int(speeds.argmax())
     return Solution(chosen[:, best].tolist(), float(prices[best]), float(speeds[best] / plain_speed))

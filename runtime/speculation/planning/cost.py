@@ -16,7 +16,7 @@ from ....models.config import LlamaConfig
 from ....models.layers import num_parameters
 from ...engines.comparison import Comparison
 
-MOST_SECONDS, MOST_TOKENS = 3600.0, 1 << 24  # greatest seconds of a pass, and greatest number of rows or context tokens
+MAX_SECONDS, MAX_TOKENS = 3600.0, 1 << 24  # greatest seconds of a pass, and greatest number of rows or context tokens
 # The time outside the engines of each request that shares passes, over that of a request alone: an event loop takes
 # turns with the decoding thread. Measured with 4 texts on two cores of a Zen 4.
 SHARED_HOST = 2.0
@@ -42,10 +42,10 @@ class PassCosts:
             raise ValueError(f"widths {self.widths} and contexts {self.contexts} must ascend")
         shape = (len(self.contexts), len(self.widths))
         seconds = np.asarray(self.seconds, np.float64) if {*map(len, self.seconds)} == {shape[1]} else np.zeros(0)
-        if seconds.shape != shape or not np.all((seconds > 0) & (seconds <= MOST_SECONDS)):
-            raise ValueError(f"seconds must be {shape[0]} x {shape[1]} numbers above 0, {MOST_SECONDS:g} at most")
-        if self.widths[0] < 1 or self.contexts[0] < 0 or max(self.widths[-1], self.contexts[-1]) > MOST_TOKENS:
-            raise ValueError(f"widths {self.widths} and contexts {self.contexts} must be from 1 or 0 to {MOST_TOKENS}")
+        if seconds.shape != shape or not np.all((seconds > 0) & (seconds <= MAX_SECONDS)):
+            raise ValueError(f"seconds must be {shape[0]} x {shape[1]} numbers above 0, {MAX_SECONDS:g} at most")
+        if self.widths[0] < 1 or self.contexts[0] < 0 or max(self.widths[-1], self.contexts[-1]) > MAX_TOKENS:
+            raise ValueError(f"widths {self.widths} and contexts {self.contexts} must be from 1 or 0 to {MAX_TOKENS}")
 
     def at(self, rows: int, context: int) -> float:
         """Seconds of a pass, interpolated between the nearest contexts. Beyond the greatest measured width the seconds
@@ -72,13 +72,13 @@ class PassCosts:
         seconds: NDArray[np.float64] = np.interp(rows, widths, self._behind(context)) * np.maximum(1, rows / widths[-1])
         return seconds
 
-    def shared(self, rows: NDArray[Any], context: int, sharing: float) -> NDArray[np.float64]:
+    def shared(self, rows: NDArray[Any], context: int, batch_size: float) -> NDArray[np.float64]:
         """The seconds of passes that so many requests share; `context` tokens precede each on average."""
-        return self.of(np.ceil(rows).astype(np.int64), self.read(context, sharing))
+        return self.of(np.ceil(rows).astype(np.int64), self.read(context, batch_size))
 
-    def read(self, context: int, sharing: float) -> int:
+    def read(self, context: int, batch_size: float) -> int:
         """The context whose rows a row of a pass reads that so many requests share."""
-        return int(context * sharing) if self.spans else context
+        return int(context * batch_size) if self.spans else context
 
     def _behind(self, context: int) -> NDArray[np.float64]:
         """Seconds of every width. Beyond the last context they grow as between the last two contexts, because
@@ -106,13 +106,13 @@ class HostCosts:
     token: float
 
     def __post_init__(self) -> None:
-        if not all(0 <= seconds <= MOST_SECONDS for seconds in (self.plain, self.round, self.token)):
-            raise ValueError(f"seconds outside the engines must be from 0 to {MOST_SECONDS:g}, not {self}")
+        if not all(0 <= seconds <= MAX_SECONDS for seconds in (self.plain, self.round, self.token)):
+            raise ValueError(f"seconds outside the engines must be from 0 to {MAX_SECONDS:g}, not {self}")
 
     @property
     def shared(self) -> HostCosts:
         """The same where several requests share passes."""
-        plain, whole, token = (min(SHARED_HOST * each, MOST_SECONDS) for each in (self.plain, self.round, self.token))
+        plain, whole, token = (min(SHARED_HOST * each, MAX_SECONDS) for each in (self.plain, self.round, self.token))
         return HostCosts(plain, whole, token)
 
 

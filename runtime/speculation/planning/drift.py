@@ -8,7 +8,7 @@ difference to it. A pass moves the differences up to its own group, the least ce
 forgotten while nothing shows it, so its group is tried again.
 
 A clock must not touch a text that a seed shall repeat, nor one whose distribution is enumerated: only who asks for a
-drift has one, see `Experience` and `DraftBudget`. What a pass took does not depend on numbers that are drawn later, so
+drift has one, see `History` and `DraftBudget`. What a pass took does not depend on numbers that are drawn later, so
 the output stays exact.
 """
 
@@ -22,20 +22,20 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
-from .cost import MOST_SECONDS, CostModel, PassCosts
+from .cost import MAX_SECONDS, CostModel, PassCosts
 
 GROUPS = (1, 3, 6, 10, 16)  # the widest pass of each group of widths but the last one: plain decoding has its own
 # What is known is kept as a Kalman filter does. Variances are in those of what a pass shows: CHANGE is added with each
 # pass, so that the latest 8 count. A difference is forgotten by FORGOTTEN with each pass.
 CHANGE, FORGOTTEN = 0.015, 0.005
-MOST_SHOWN = 0.7  # logarithm: a pass during which the program was interrupted shows no more
+MAX_SHOWN = 0.7  # logarithm: a pass during which the program was interrupted shows no more
 STEP, KEPT = 0.1, 0.8  # of the logarithms by which plans are made, and by how many steps they may be wrong: computing
 # prices takes a while
-LEAST_SECONDS = 1e-9  # of a pass, where a clock is coarse
+MIN_SECONDS = 1e-9  # of a pass, where a clock is coarse
 STALE = 32  # passes without a plain one, where proposals are hardly faster
 SELDOM = 8.0  # how much longer it takes to become stale, for each plain speed by which they are faster
-MOST_WAITING = 16  # passes that are counted together at most
-MOST_KNOWN = 64  # costs that are kept
+MAX_WAITING = 16  # passes that are counted together at most
+MAX_KNOWN = 64  # costs that are kept
 
 Factors = tuple[int, ...]  # of each group: logarithm of real over stored seconds, in steps
 UNCHANGED: Factors = (0,) * (len(GROUPS) + 1)
@@ -76,7 +76,7 @@ class Drift:
         are wanted, since a lone one finds nothing in the caches."""
         self._since_plain = self._since_plain + 1 if rows > 1 else 0
         self._waiting.append((rows, stored, seconds))
-        if len(self._waiting) == MOST_WAITING:
+        if len(self._waiting) == MAX_WAITING:
             self._count_waiting()
 
     def _count_waiting(self) -> None:
@@ -88,19 +88,19 @@ class Drift:
         group = bisect_left(GROUPS, rows)
         self._differences *= KEEPING
         self._covariances = self._covariances * KEPT_PRODUCTS + CHANGES
-        shown = math.log(max(seconds, LEAST_SECONDS) / stored) - float(self._differences[: group + 1].sum())
+        shown = math.log(max(seconds, MIN_SECONDS) / stored) - float(self._differences[: group + 1].sum())
         reach = self._covariances[:, : group + 1].sum(1)  # of each difference with what the pass shows
         gains = reach / (reach[: group + 1].sum() + 1)
-        self._differences += gains * min(max(shown, -MOST_SHOWN), MOST_SHOWN)
+        self._differences += gains * min(max(shown, -MAX_SHOWN), MAX_SHOWN)
         self._covariances -= gains[:, None] * reach
         logs = self._differences.cumsum().tolist()
         if any(abs(log / STEP - known) > KEPT for log, known in zip(logs, self._factors, strict=True)):
             self._factors = tuple(round(log / STEP) for log in logs)
 
-    def observe_shared(self, rows: int, sharing: int, context: int, seconds: float) -> None:
+    def observe_shared(self, rows: int, batch_size: int, context: int, seconds: float) -> None:
         """Learn from a pass that so many requests share. context: committed tokens of each, on average."""
         target = self._stored.target
-        self.observe(rows, target.at(rows, target.read(context, sharing)), seconds)
+        self.observe(rows, target.at(rows, target.read(context, batch_size)), seconds)
 
     def costs(self) -> CostModel:
         """The costs by `factors`. The draft's narrow passes read weights, as the target's do."""
@@ -111,7 +111,7 @@ class Drift:
             draft, further = (
                 None if each is None else scaled(each, slower[:1]) for each in (stored.draft, stored.further)
             )
-            if len(self._known) == MOST_KNOWN:
+            if len(self._known) == MAX_KNOWN:
                 self._known.clear()
             self._known[factors] = replace(stored, target=target, draft=draft, further=further)
         return self._known[factors]
@@ -119,5 +119,5 @@ class Drift:
 
 def scaled(costs: PassCosts, factors: NDArray[np.float64]) -> PassCosts:
     """Passes of each width take so many times as long. A wider pass never takes less."""
-    seconds = np.maximum.accumulate(np.asarray(costs.seconds) * factors, axis=1).clip(LEAST_SECONDS, MOST_SECONDS)
+    seconds = np.maximum.accumulate(np.asarray(costs.seconds) * factors, axis=1).clip(MIN_SECONDS, MAX_SECONDS)
     return replace(costs, seconds=tuple(map(tuple, seconds.tolist())))

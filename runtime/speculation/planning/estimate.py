@@ -35,19 +35,19 @@ SAVED_GUESS = 0.3  # ρ before the first observation
 PRIOR = 4.0  # weight of the prior, in observations
 OWN_PRIOR = 10.0  # the same of what all requests together have shown
 STEPS = 40  # resolution of α and of ρ for the prior of trees
-MOST_WAITING = 64  # rounds that are counted together at most
+MAX_WAITING = 64  # rounds that are counted together at most
 
 
 class Shapes(NamedTuple):
     """The proposals to choose from: chains, if `chain` is true, and trees of the given `sizes` in tokens, ascending.
-    depth: greatest depth. frontier: rows of a draft pass, 0 without a draft. given: additional tokens from a prompt
-    lookup."""
+    depth: greatest depth. frontier: rows of a draft pass, 0 without a draft. num_lookup: additional tokens from a
+    prompt lookup."""
 
     sizes: tuple[int, ...]
     depth: int
     frontier: int
     chain: bool
-    given: int
+    num_lookup: int
 
     @property
     def grid(self) -> tuple[int, int]:
@@ -68,8 +68,8 @@ def choices_of(tree: TokenTree, accepted: Sequence[int]) -> list[VerifierChoice]
     accepted is left out, because the verifier may not have tested the other children."""
     choices = []
     for row, taken in zip((0, *accepted), (*accepted, None), strict=True):
-        drawn = [child for child in tree.children[row] if child not in tree.certain]
-        if drawn and taken not in tree.certain:
+        drawn = [child for child in tree.children[row] if child not in tree.looked_up]
+        if drawn and taken not in tree.looked_up:
             choices.append(VerifierChoice(None if taken is None else drawn.index(taken), len(drawn)))
     return choices
 
@@ -106,7 +106,7 @@ class AcceptanceEstimate:
             self._general.observe(size, depth, accepted, choices)
         self._known = None
         self._waiting.append((size, depth, accepted, choices))
-        if len(self._waiting) == MOST_WAITING:
+        if len(self._waiting) == MAX_WAITING:
             self._count_waiting()
 
     def _count_waiting(self) -> None:
@@ -126,7 +126,7 @@ class AcceptanceEstimate:
         for row, smaller in enumerate(self._shapes.sizes, start=self._shapes.chain):
             if size is None or smaller > size:
                 return
-            self._enter(row, depth, smaller + self._shapes.given, accepted)
+            self._enter(row, depth, smaller + self._shapes.num_lookup, accepted)
 
     def expected_accepted(self) -> NDArray[np.float64]:
         """E[accepted] [kinds and sizes, depths]: the sum over depths of the probability that the depth is reached."""
@@ -162,7 +162,7 @@ class AcceptanceEstimate:
         self, is_chain: bool, depth: int, accepted: Sequence[int], choices: Sequence[VerifierChoice]
     ) -> None:
         if is_chain:
-            self._enter(0, depth, depth + self._shapes.given, accepted)
+            self._enter(0, depth, depth + self._shapes.num_lookup, accepted)
             return
         for column, (rank, _) in enumerate(choices[:depth]):
             self._offered[0, column] += 1
@@ -189,7 +189,7 @@ def tree_steps(alpha: int, saved: int, shapes: Shapes) -> NDArray[np.float64]:
     for row, size in enumerate(shapes.sizes):
         if row:
             reached[row] = reached[row - 1]
-        while heap and nodes < size + shapes.given:
+        while heap and nodes < size + shapes.num_lookup:
             nodes += 1
             value, depth, rank, parent = heapq.heappop(heap)
             reached[row, depth - 1] -= value

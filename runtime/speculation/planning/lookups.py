@@ -74,7 +74,7 @@ class LookupEstimate:
 
     def steps(self, ngram: int, most: int) -> list[float]:
         """The probability that each of the first `most` tokens, DEPTHS at most, is right where those before it are."""
-        if self._general is None:  # a token behind a right one fails half as often as the first
+        if self._general is None:  # a token after a right one fails half as often as the first
             first = FIRST_GUESSES[max(known for known in FIRST_GUESSES if known <= ngram)]
             before: Iterable[float] = [first, *[(1 + first) / 2] * (most - 1)]
         else:

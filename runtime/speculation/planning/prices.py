@@ -13,11 +13,11 @@ from ...engines.base import read_only
 from .cost import CostModel, HostCosts, PassCosts
 from .estimate import Shapes
 
-PLAIN = 0  # the first choice of every menu
+PLAIN = 0  # the first choice of every table
 CONTEXT_STEP = 64  # tokens of context after which costs are looked up again, for contexts of a multiple of so many
 
 
-class Menu(NamedTuple):
+class ProposalTable(NamedTuple):
     """The choices of some shapes: arrays [C]. The first is plain decoding; the others are all proposals [sources, kinds
     and sizes, depths]."""
 
@@ -37,7 +37,7 @@ class Menu(NamedTuple):
 
 
 @lru_cache(maxsize=256)
-def menu_of(shapes: Shapes, most: int, sources: int) -> Menu:
+def table_of(shapes: Shapes, most: int, sources: int) -> ProposalTable:
     """Cached: most requests have the same shapes."""
     grid = (shapes.grid[0], most)
     depths, sizes = np.arange(1, most + 1), np.array([1] * shapes.chain + list(shapes.sizes))[:, None]
@@ -45,8 +45,8 @@ def menu_of(shapes: Shapes, most: int, sources: int) -> Menu:
     tokens[: int(shapes.chain)] = depths
     each = np.where(depths == 1, 2, np.minimum(sizes, max(1, shapes.frontier)))  # of every pass of a kind
     drafted = np.where(depths <= depths[:, None], each[:, None], 0) * bool(shapes.frontier)
-    return Menu(
-        read_only(np.concatenate(([0], *[tokens.ravel() + shapes.given] * sources))),
+    return ProposalTable(
+        read_only(np.concatenate(([0], *[tokens.ravel() + shapes.num_lookup] * sources))),
         read_only(np.concatenate((np.zeros((1, most), np.int64), *[drafted.reshape(-1, most)] * sources))),
         shapes,
         most,
@@ -54,27 +54,27 @@ def menu_of(shapes: Shapes, most: int, sources: int) -> Menu:
     )
 
 
-class Offer(NamedTuple):
-    """What a request could propose: arrays [C] beside its menu. tokens: expected of the round. host: seconds outside
+class Candidates(NamedTuple):
+    """What a request could propose: arrays [C] beside its table. tokens: expected of the round. host: seconds outside
     both engines."""
 
-    menu: Menu
+    table: ProposalTable
     tokens: NDArray[np.float64]
     host: NDArray[np.float64]
 
 
-def offer_of(
+def candidates_of(
     expected: Sequence[NDArray[np.float64]], shapes: Shapes, most: int, hosts: Sequence[HostCosts], reading: float
-) -> Offer:
+) -> Candidates:
     """expected, hosts: of every source of tokens: accepted tokens [kinds and sizes, depths], and time on the host.
     reading: seconds that the draft's reading adds for every token."""
-    menu = menu_of(shapes, most, len(hosts))
+    table = table_of(shapes, most, len(hosts))
     tokens = np.concatenate(([1.0], *(1 + each[:, :most].ravel() for each in expected)))
     count = shapes.grid[0] * most
-    rounds = [host.round + host.token * menu.tokens[1 : count + 1] for host in hosts]
+    rounds = [host.round + host.token * table.tokens[1 : count + 1] for host in hosts]
     host = np.concatenate(([hosts[0].plain], *rounds))
     host[1:] += reading * tokens[1:]
-    return Offer(menu, tokens, host)
+    return Candidates(table, tokens, host)
 
 
 class Costs(NamedTuple):
@@ -88,34 +88,34 @@ class Costs(NamedTuple):
     context: int
     read: int
     # Requests that share passes.
-    sharing: float
+    batch_size: float
 
     def seconds(self, rows: NDArray[Any], drafted: NDArray[Any]) -> NDArray[np.float64]:
         """Seconds of K rounds. rows [K]: of the target's pass. drafted [K, D]: of the draft's passes, 0 for none."""
-        seconds = self.target.shared(rows, self.context, self.sharing)
+        seconds = self.target.shared(rows, self.context, self.batch_size)
         if self.draft is None or self.following is None or not drafted.shape[1]:
             return seconds
         least = np.maximum(drafted, 1)
-        first = self.draft.shared(least[:, :1], self.read, self.sharing)
-        each = np.concatenate((first, self.following.shared(least[:, 1:], self.read, self.sharing)), axis=1)
+        first = self.draft.shared(least[:, :1], self.read, self.batch_size)
+        each = np.concatenate((first, self.following.shared(least[:, 1:], self.read, self.batch_size)), axis=1)
         total: NDArray[np.float64] = seconds + np.where(drafted > 0, each, 0.0).sum(1)
         return total
 
 
-def costs_at(costs: CostModel, context: int, sharing: float, draft_context: int | None = None) -> Costs:
+def costs_at(costs: CostModel, context: int, batch_size: float, draft_context: int | None = None) -> Costs:
     """The costs after `context` committed tokens. draft_context: the most tokens that the draft attends to."""
     context = context // CONTEXT_STEP * CONTEXT_STEP
     read = context if draft_context is None else min(context, draft_context)
-    return Costs(costs.target, costs.draft, costs.following, context, read, sharing)
+    return Costs(costs.target, costs.draft, costs.following, context, read, batch_size)
 
 
 @lru_cache(maxsize=512)
 def even_seconds(costs: Costs, shapes: Shapes, most: int, sources: int) -> NDArray[np.float64]:
     """Seconds [C] of a request's part of the passes of a round in which all requests make the same choice. Cached,
     because requests that share passes have the same costs."""
-    menu = menu_of(shapes, most, sources)
-    rows, drafted = costs.sharing * (1 + menu.tokens), costs.sharing * menu.drafted
-    return read_only(costs.seconds(rows, drafted) / costs.sharing)
+    table = table_of(shapes, most, sources)
+    rows, drafted = costs.batch_size * (1 + table.tokens), costs.batch_size * table.drafted
+    return read_only(costs.seconds(rows, drafted) / costs.batch_size)
 
 
 class Prices(NamedTuple):
@@ -132,17 +132,18 @@ class Prices(NamedTuple):
 @lru_cache(maxsize=512)
 def prices_of(costs: Costs, most: int, drafts: bool) -> Prices:
     """most: further rows. drafts: whether there are draft passes."""
-    passes = costs.target.shared(np.arange(costs.sharing, costs.sharing + 1 + most), costs.context, costs.sharing)
+    number = costs.batch_size
+    passes = costs.target.shared(np.arange(number, number + 1 + most), costs.context, number)
     alone = (0.0,)
     if costs.draft is not None and drafts:
-        alone = tuple(costs.draft.shared(np.arange(1, costs.draft.widths[-1] + 1), costs.read, costs.sharing).tolist())
-    return Prices(float(passes[0]) / costs.sharing, alone, tuple((passes - passes[0]).tolist()))
+        alone = tuple(costs.draft.shared(np.arange(1, costs.draft.widths[-1] + 1), costs.read, number).tolist())
+    return Prices(float(passes[0]) / number, alone, tuple((passes - passes[0]).tolist()))
 
 
 @lru_cache(maxsize=512)
 def row_seconds(costs: Costs) -> tuple[float, float]:
     """The seconds of another row of the target's pass, and of one of the draft's."""
-    rows, number = np.array([1, 2]) * costs.sharing, costs.sharing
+    rows, number = np.array([1, 2]) * costs.batch_size, costs.batch_size
     target = np.diff(costs.target.shared(rows, costs.context, number)) / number
     draft = 0.0 if costs.draft is None else np.diff(costs.draft.shared(rows, costs.read, number)).item() / number
     return target.item(), draft

@@ -198,7 +198,7 @@ def test_weights_that_are_no_numbers(tmp_path: Path, dtype: str, value: float) -
 
 
 class Explosive:
-    """Leaves a file behind when it is unpickled."""
+    """Leaves a file after when it is unpickled."""
 
     def __init__(self, trace: Path) -> None:
         self.trace = trace

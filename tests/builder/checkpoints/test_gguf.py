@@ -199,7 +199,7 @@ NO_SCALING = {"rope_type": "default"}
 
 
 def settings_of(folder: Path, rope: dict[str, Any], arrays: dict[str, int], name: str = "llama") -> dict[str, Any]:
-    """What a config.json would say. rope: by keys behind "rope."; arrays: by name, their lengths; of ones."""
+    """What a config.json would say. rope: by keys after "rope."; arrays: by name, their lengths; of ones."""
     values: dict[str, Any] = {
         "embedding_length": 32,
         "attention.head_count": 4,

@@ -104,7 +104,7 @@ def test_bans_and_a_grammar_hold_together(grower: str, verify: str) -> None:
 
 
 class Forgetful(TokenBans):
-    """Forgets the ban behind one path."""
+    """Forgets the ban after one path."""
 
     def after(self, output: Sequence[int], path: Sequence[int]) -> NDArray[np.bool_]:
         return np.ones(V, np.bool_) if list(path) == [0] else super().after(output, path)

@@ -92,7 +92,7 @@ def test_no_token_is_proposed_that_the_draft_does_not_predict(setting: str) -> N
 
 
 class OneUnmasked(PathMasks):
-    """Forgets the mask behind one path, and every mask behind a text that has left the grammar."""
+    """Forgets the mask after one path, and every mask after a text that has left the grammar."""
 
     has_left = False
 

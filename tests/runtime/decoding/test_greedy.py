@@ -86,6 +86,6 @@ def test_plain_decoding_is_transformers_decoding(demo_bundle: Path) -> None:
     with LLM(demo_bundle, None) as llm:
         for prompt in PROMPTS[:2]:
             result = llm.generate(prompt, SamplingParams(max_tokens=48, temperature=0))[0]
-            with torch.no_grad():  # each token is the best one behind those before it, so all are greedy decoding's
+            with torch.no_grad():  # each token is the best one after those before it, so all are greedy decoding's
                 logits = model(torch.tensor([[*result.prompt_token_ids, *result.token_ids]])).logits[0]
             assert result.token_ids == logits[len(result.prompt_token_ids) - 1 : -1].argmax(-1).tolist()

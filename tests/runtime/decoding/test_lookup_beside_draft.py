@@ -36,7 +36,7 @@ def test_the_distribution_is_the_targets(setting: str, monkeypatch: pytest.Monke
 
     def noted(self: Controller, plan: RoundPlan, match: Match) -> RoundPlan:
         chosen = choose(self, plan, match)
-        given.append(chosen.given)
+        given.append(chosen.looked_up)
         return chosen
 
     monkeypatch.setattr(Controller, "or_lookup", noted)
@@ -62,7 +62,7 @@ def test_a_lookup_that_is_believed_is_detected(monkeypatch: pytest.MonkeyPatch) 
     """The negative control of the test above: what was looked up is accepted unseen."""
 
     def believe(tree: TokenTree, target: ScoredRows, streams: RandomStreams) -> Acceptance:
-        if not tree.certain:
+        if not tree.looked_up:
             return sample_and_match(tree, target, streams)
         found = tree.children[0][0]
         return Acceptance([found], target.choose(found, [tree.token_ids[found]], streams.target))
@@ -91,7 +91,7 @@ def test_the_draft_goes_on_behind_tokens_that_were_looked_up() -> None:
     text, stats = decode(SpeculativeConfig(), draft=0.3)
     plain, _ = decode(SpeculativeConfig(lookups="off", budget="fixed", grow="chain", max_draft_len=1))
     assert text == plain
-    assert 0 < stats.num_given < stats.num_drafts
+    assert 0 < stats.num_looked_up < stats.num_drafts
     by_lookup, _ = decode(SpeculativeConfig("lookup"))
     assert by_lookup == plain
 
@@ -129,4 +129,4 @@ def test_who_asks_for_something_else_gets_it(
     assert (config.looks_up(True), config.looks_up(False)) == (greedy, sampled)
     if "key" not in settings:  # this draft has no head
         prompt = [0, 1, 2] * 20
-        assert bool(decode(config, temperature, 0.9, prompt)[1].num_given) is (sampled if temperature else greedy)
+        assert bool(decode(config, temperature, 0.9, prompt)[1].num_looked_up) is (sampled if temperature else greedy)

@@ -27,7 +27,7 @@ from draftwood.runtime.sampling.sampler import Sampler
 from draftwood.runtime.speculation.config import SpeculativeConfig
 from draftwood.runtime.speculation.planning.budget import DraftBudget
 from draftwood.runtime.speculation.planning.cost import CostModel, PassCosts
-from draftwood.runtime.speculation.planning.experience import Experience
+from draftwood.runtime.speculation.planning.history import History
 
 VOCAB = 8
 WIDTHS = tuple(range(1, 65))
@@ -65,13 +65,13 @@ class Texts:
         pace = None if milliseconds is None else PrefillLimit(costs, milliseconds)
         self.scheduler: Scheduler[TokenChunk]
         self.scheduler = Scheduler(32, pools=self._pools, slots=CacheBudget(None, 4096, 64), prefill=pace)
-        self._experience, self._budget, self._rng = Experience(), DraftBudget(), np.random.default_rng(0)
+        self._history, self._budget, self._rng = History(), DraftBudget(), np.random.default_rng(0)
         self.found: dict[int, list[int]] = {}
         self.pauses = dict[int, float]()
         self._last = dict[int, float]()
 
     def add(self, length: int, params: SamplingParams, config: SpeculativeConfig | None = None) -> None:
-        """A text behind a random prompt of this length."""
+        """A text after a random prompt of this length."""
         number, prompt, stats = len(self.found), self._rng.integers(0, VOCAB, length).tolist(), SpecDecodeStats()
         self.found[number] = []
         target, draft = self._pools
@@ -82,8 +82,8 @@ class Texts:
             4096,
             (),
             self._costs,
-            lambda: self.scheduler.num_sharing,
-            self._experience,
+            lambda: self.scheduler.batch_size,
+            self._history,
             self._budget,
         )
 

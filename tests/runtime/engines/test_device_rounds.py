@@ -24,9 +24,9 @@ from draftwood.runtime.engines.rounds import BLOCK, MATCH, TRAVERSAL, Rounds, Ro
 from draftwood.runtime.engines.static import rounds as static_rounds
 from draftwood.runtime.engines.static.cuda import CudaDevice
 from draftwood.runtime.engines.static.draws import Vocabulary
-from draftwood.runtime.engines.static.engine import MOST_PAIRS, StaticEngine
+from draftwood.runtime.engines.static.engine import MAX_PAIRS, StaticEngine
 from draftwood.runtime.engines.static.pool import SharedKVCache, StaticPool
-from draftwood.runtime.engines.static.rounds import MOST_DRAWN, StaticRounds
+from draftwood.runtime.engines.static.rounds import MAX_DRAWN, StaticRounds
 from draftwood.runtime.prompt import Prompt
 from draftwood.runtime.sampling.sampler import Sampler
 
@@ -236,23 +236,23 @@ def test_few_rounds_above_temperature_0_are_kept(one: LLM, monkeypatch: pytest.M
     assert isinstance(rounds, StaticRounds)
     shared = static_rounds.SharedRounds(*engines(one), (caches[0].memory, caches[1].memory))
     monkeypatch.setattr(shared, "_made", lambda shape, texts: object())
-    greedy = [RoundShape(depth, depth, 1) for depth in range(1, MOST_DRAWN + 3)]
+    greedy = [RoundShape(depth, depth, 1) for depth in range(1, MAX_DRAWN + 3)]
     drawn = [shape._replace(verify=MATCH, is_drawn=True) for shape in greedy]
     for shape in (*greedy, *drawn, drawn[-1]):
         shared._round(shape, 1)
-    assert list(shared._rounds) == [(shape, 1) for shape in (*greedy, *drawn[-MOST_DRAWN:])]
+    assert list(shared._rounds) == [(shape, 1) for shape in (*greedy, *drawn[-MAX_DRAWN:])]
     close(caches)
 
 
 def test_few_pairs_of_memories_keep_their_rounds(one: LLM) -> None:
     """A closed cache's memory is the next one's, with its graphs; of many at a time the latest pairs stay."""
-    for count in (1, MOST_PAIRS + 2, 1):
+    for count in (1, MAX_PAIRS + 2, 1):
         opened = [opened_rounds(one) for _ in range(count)]
         close([each for caches, _ in opened for each in caches])
         if count > 1:
             latest = opened[-1][1]
     again = opened[0][1]
-    assert len(engines(one)[0]._rounds) == MOST_PAIRS
+    assert len(engines(one)[0]._rounds) == MAX_PAIRS
     assert isinstance(latest, StaticRounds) and isinstance(again, StaticRounds) and again._shared is latest._shared
 
 
@@ -275,7 +275,7 @@ def test_engines_that_do_not_belong_together_run_no_rounds(one: LLM, joint: LLM)
 def test_rounds_of_several_texts_are_one_graph_and_one_wait(
     joint: LLM, by_host: list[RequestOutput], gpu: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With the texts and the proposals of the host's rounds. A round behind passes of the host also awaits the draft's
+    """With the texts and the proposals of the host's rounds. A round after passes of the host also awaits the draft's
     moves."""
     run, asked = static_rounds.SharedRounds.run, list[Any]()
 

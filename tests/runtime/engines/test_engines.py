@@ -223,7 +223,7 @@ def test_how_weights_are_stored_changes_nothing(dtype: str, shards: int, open_en
 
 
 def test_a_text_up_to_the_last_slot(backend: str, gqa: Path, open_engine: Open, gqa_reference: Reference) -> None:
-    """A mask that is wider than what is left of the cache reads nothing behind it."""
+    """A mask that is wider than what is left of the cache reads nothing after it."""
     engine, text = open_engine(gqa, capacity=43), random_text(189 if backend == SHARED else 40)
     cache = filled(engine, text)
     for token in (3, 4, 5):  # one, two, then three speculative rows: the last mask has four columns

@@ -118,7 +118,7 @@ def freed_at_once(release: Any, device: CudaDevice, function: str, handle: Any) 
 
 @around(Round, "_enqueue")
 def forgotten(enqueue: Any, self: Round) -> None:
-    """The buffers of a round, behind the launch that writes them."""
+    """The buffers of a round, after the launch that writes them."""
     enqueue(self)
     self._buffers._places.clear()
 

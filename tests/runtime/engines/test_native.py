@@ -213,7 +213,7 @@ def poison(storage: NativeKVCache, own: set[int]) -> None:
 @pytest.mark.parametrize("cache", NATIVE.caches)
 def test_in_a_pool_no_neighbour_changes_a_bit_and_none_is_read(cache: str, tmp_path: Path) -> None:
     """Texts whose rows lie between each other's, in shared passes and moved together, as each alone: so a row costs
-    what it costs alone. And bit for bit what it was behind rows that were moved together."""
+    what it costs alone. And bit for bit what it was after rows that were moved together."""
     engine = opened("gqa", "int8", tmp_path, cache=cache)
     texts = [random_text(60, seed) for seed in (1, 2, 3)]
     alone = [one_by_one(engine, text, [5, 6])[-1].logits for text in texts]

@@ -95,7 +95,7 @@ def test_attention_over_a_long_context_is_exact(march: str, unattentive: Path) -
 
 
 def logits_behind(engine: NativeEngine, length: int, value: float) -> NDArray[np.float32]:
-    """Of one row behind so many slots of one value; its own value is zero."""
+    """Of one row after so many slots of one value; its own value is zero."""
     cache = engine.new_cache()
     cache._resize(length + 64, 0)
     cache.length = length

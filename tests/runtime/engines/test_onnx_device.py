@@ -170,7 +170,7 @@ def test_commits_and_growth_copy_rows_on_the_device(opened: Opened, bus: Bus) ->
 
 
 def committed(engine: OnnxRuntimeEngine, text: list[int], paths: Sequence[Sequence[int]]) -> Any:
-    """A cache with a text and these paths of trees behind it."""
+    """A cache with a text and these paths of trees after it."""
     cache = filled(engine, text)
     for path in paths:
         engine.score(BUSHY.batch(engine.spec, cache.length), cache)

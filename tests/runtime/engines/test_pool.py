@@ -67,10 +67,10 @@ def test_a_scheduler_knows_how_many_requests_share_its_passes(monkeypatch: pytes
     pool, watched = PooledEngine(fake_engines()[0], 4096), list[tuple[int, int, int, float]]()
     scheduler: Scheduler[TokenChunk] = Scheduler(3, pools=(pool,), slots=CacheBudget(None, 4096, 64))
     monkeypatch.setattr(scheduler.drafts, "observe_pass", lambda *seen: watched.append(seen))
-    assert scheduler.num_sharing == 1
+    assert scheduler.batch_size == 1
     params = [SamplingParams(max_tokens=tokens, ignore_eos=True) for tokens in (2, 4, 6)]
     requests = [request_of((pool,), [1, 2], None, each, num_slots=64) for each in params]
-    seen = [scheduler.num_sharing for _ in scheduler.run(requests)]
+    seen = [scheduler.batch_size for _ in scheduler.run(requests)]
     assert seen[0] == 3 and seen[-1] == 1 and sorted(seen, reverse=True) == seen
     assert [sharing for _, sharing, _, _ in watched] == [3, 2, 2]
     assert all(rows == sharing and seconds > 0 for rows, sharing, _, seconds in watched)

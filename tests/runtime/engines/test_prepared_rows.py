@@ -18,23 +18,23 @@ from draftwood.models.errors import EngineError
 from draftwood.runtime import LLM, SamplingParams, SpeculativeConfig
 from draftwood.runtime.engines.base import ForwardOutput, Pass
 from draftwood.runtime.engines.native.engine import NativeEngine
-from draftwood.runtime.engines.native.softmax import MOST_ASKED, ROOM, PreparedSoftmax
+from draftwood.runtime.engines.native.softmax import MAX_ASKED, ROOM, PreparedSoftmax
 from draftwood.runtime.engines.native.weights import packed_network
 from draftwood.runtime.engines.passes import prefill
 from draftwood.runtime.engines.shared.pool import PooledEngine
 from draftwood.runtime.sampling.random import seeded_streams
 from draftwood.runtime.sampling.sampler import Sampler, largest, top
-from draftwood.runtime.sampling.softmax import Softmax, Wanted
+from draftwood.runtime.sampling.softmax import Softmax, SoftmaxSettings
 from draftwood.runtime.speculation.graph.token_tree import TokenTree, root_alone
 
 NAN = 7  # a token whose embedding is no number
 SETTINGS = (
-    Wanted(0.7, True, 0.0),
-    Wanted(1e-46, True, 0.0),
-    Wanted(0.7, True, 1e-4),
-    Wanted(0.3, False, 0.05),
-    Wanted(1e39, False, 1e-4),  # every token is likely: there is no room for so many
-    Wanted(0.0, False, 0.0),
+    SoftmaxSettings(0.7, True, 0.0),
+    SoftmaxSettings(1e-46, True, 0.0),
+    SoftmaxSettings(0.7, True, 1e-4),
+    SoftmaxSettings(0.3, False, 0.05),
+    SoftmaxSettings(1e39, False, 1e-4),  # every token is likely: there is no room for so many
+    SoftmaxSettings(0.0, False, 0.0),
     None,
 )
 
@@ -62,47 +62,47 @@ def tree_of(tokens: Sequence[int], parents: Sequence[int]) -> TokenTree:
     )
 
 
-def scored(engine: NativeEngine, requests: Sequence[tuple[TokenTree, Wanted | None]]) -> list[ForwardOutput]:
-    """One joint pass of these requests, behind texts of their own."""
+def scored(engine: NativeEngine, requests: Sequence[tuple[TokenTree, SoftmaxSettings | None]]) -> list[ForwardOutput]:
+    """One joint pass of these requests, after texts of their own."""
     pool = PooledEngine(engine, engine.spec.capacity)
     caches = [pool.new_cache() for _ in requests]
     for index, cache in enumerate(caches):
         prefill(pool, cache, range(20 + index, 40 + index))  # longer than a panel: attention joins no requests
     batches = [
-        tree.to_batch(pool.spec, cache.length, wanted=wanted)
-        for (tree, wanted), cache in zip(requests, caches, strict=True)
+        tree.to_batch(pool.spec, cache.length, settings=settings)
+        for (tree, settings), cache in zip(requests, caches, strict=True)
     ]
     return pool.forward([Pass(pool, *each) for each in zip(batches, caches, strict=True)])
 
 
-def answers(softmax: Softmax, logits: NDArray[np.float32], wanted: Wanted) -> list[NDArray[Any]]:
+def answers(softmax: Softmax, logits: NDArray[np.float32], settings: SoftmaxSettings) -> list[NDArray[Any]]:
     """All that a sampler or a verifier may read of a row."""
-    found: list[NDArray[Any]] = [] if wanted.temperature else [np.array(softmax.best(logits))]
-    if wanted.weights:
-        weights = softmax.weights(logits, wanted.temperature, np.empty(len(logits), np.float32))
+    found: list[NDArray[Any]] = [] if settings.temperature else [np.array(softmax.best(logits))]
+    if settings.weights:
+        weights = softmax.weights(logits, settings.temperature, np.empty(len(logits), np.float32))
         numbers = seeded_streams(7).target
         drawn = [weights.draw(numbers) for _ in range(5)]
         residual = weights.residual(np.array([5, 900, 2047]))
         pi = residual.reject(np.array([0.1, 0.2, 0.7]), 0.5)
         drawn.append(residual.draw(numbers))
         found += [np.array(each) for each in (weights.total, drawn, pi, residual.probs, weights.values.copy())]
-    if wanted.share:
-        found += softmax.likely(logits, wanted.temperature, wanted.share)
+    if settings.share:
+        found += softmax.likely(logits, settings.temperature, settings.share)
     return found
 
 
 def test_prepared_rows_have_the_bits_of_rows_by_themselves(engine: NativeEngine) -> None:
     requests = [(tree_of([9, 3], [-1, 0]) if index % 2 else root_alone(4), each) for index, each in enumerate(SETTINGS)]
     for together in (requests, requests[::-1], requests[2:3], requests[1:2]):
-        for (tree, wanted), output in zip(together, scored(engine, together), strict=True):
-            for row in range(len(tree) if wanted else 0):
+        for (tree, settings), output in zip(together, scored(engine, together), strict=True):
+            for row in range(len(tree) if settings else 0):
                 prepared, logits = output.softmaxes[row], output.logits[row]
-                assert isinstance(prepared, PreparedSoftmax) and wanted is not None
+                assert isinstance(prepared, PreparedSoftmax) and settings is not None
                 for found, own in zip(
-                    answers(prepared, logits, wanted), answers(engine.softmax, logits, wanted), strict=True
+                    answers(prepared, logits, settings), answers(engine.softmax, logits, settings), strict=True
                 ):
                     np.testing.assert_array_equal(found, own)
-            assert wanted or not any(output.softmaxes)
+            assert settings or not any(output.softmaxes)
 
 
 def test_passes_may_want_more_than_is_kept(engine: NativeEngine) -> None:
@@ -110,9 +110,9 @@ def test_passes_may_want_more_than_is_kept(engine: NativeEngine) -> None:
     pool, values = PooledEngine(engine, engine.spec.capacity), np.empty(2048, np.float32)
     cache = pool.new_cache()
     prefill(pool, cache, range(20, 40))
-    for index in range(2 * MOST_ASKED):
+    for index in range(2 * MAX_ASKED):
         temperature = 0.5 + (index if index % 2 else 1) / 100
-        batch = root_alone(4).to_batch(pool.spec, cache.length, wanted=Wanted(temperature, True, 0.0))
+        batch = root_alone(4).to_batch(pool.spec, cache.length, settings=SoftmaxSettings(temperature, True, 0.0))
         (output,) = pool.forward([Pass(pool, batch, cache)])
         prepared, logits = output.softmaxes[0], output.logits[0]
         assert isinstance(prepared, PreparedSoftmax)
@@ -123,9 +123,9 @@ def test_passes_may_want_more_than_is_kept(engine: NativeEngine) -> None:
 
 def test_the_pass_itself_computes_what_is_wanted(engine: NativeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     """And for other settings, or other logits than those of the pass, the row is computed anew."""
-    wanted, flat = SETTINGS[2], SETTINGS[4]
-    assert wanted is not None and flat is not None
-    output = scored(engine, [(root_alone(4), wanted), (root_alone(4), flat)])[0]
+    settings, flat = SETTINGS[2], SETTINGS[4]
+    assert settings is not None and flat is not None
+    output = scored(engine, [(root_alone(4), settings), (root_alone(4), flat)])[0]
     prepared, logits, values = output.softmaxes[0], output.logits[0], np.empty(2048, np.float32)
     assert prepared is not None
     copy = logits.copy()
@@ -148,34 +148,34 @@ def test_the_pass_itself_computes_what_is_wanted(engine: NativeEngine, monkeypat
 
 
 def test_a_row_of_no_numbers_disturbs_its_own_request_only(engine: NativeEngine) -> None:
-    for wanted in filter(None, SETTINGS):
-        alone = answers(engine.softmax, (one := scored(engine, [(root_alone(4), wanted)])[0]).logits[0], wanted)
+    for settings in filter(None, SETTINGS):
+        alone = answers(engine.softmax, (one := scored(engine, [(root_alone(4), settings)])[0]).logits[0], settings)
         assert not np.isnan(one.logits[0]).any()
-        sound, damaged = scored(engine, [(root_alone(4), wanted), (root_alone(NAN), wanted)])
+        sound, damaged = scored(engine, [(root_alone(4), settings), (root_alone(NAN), settings)])
         prepared, broken = sound.softmaxes[0], damaged.softmaxes[0]
         assert prepared is not None and broken is not None and np.isnan(damaged.logits[0]).all()
-        for found, own in zip(answers(prepared, sound.logits[0], wanted), alone, strict=True):
+        for found, own in zip(answers(prepared, sound.logits[0], settings), alone, strict=True):
             np.testing.assert_array_equal(found, own)
         with pytest.raises(EngineError, match="a logit that is NaN or infinite: its weights are damaged"):
-            answers(broken, damaged.logits[0], wanted)
+            answers(broken, damaged.logits[0], settings)
 
 
 def test_a_tree_wants_the_rows_of_its_first_children(engine: NativeEngine) -> None:
     """A verifier seldom reads others; and a row of padding has no logits."""
     tree = tree_of((1, 2, 3, 4, 5), (-1, 0, 0, 1, 1))
-    assert tree.to_batch(engine.spec, 0).wanted == ()
-    wanted = SETTINGS[0]
-    assert tree.to_batch(engine.spec, 0, wanted=wanted).wanted == (wanted, wanted, None, wanted)
+    assert tree.to_batch(engine.spec, 0).settings == ()
+    settings = SETTINGS[0]
+    assert tree.to_batch(engine.spec, 0, settings=settings).settings == (settings, settings, None, settings)
 
 
 def test_what_a_request_wants() -> None:
-    def wanted(**settings: object) -> Wanted | None:
-        return Sampler(SamplingParams(**settings), [1], (), 20).wanted  # type: ignore[arg-type]
+    def settings(**settings: object) -> SoftmaxSettings | None:
+        return Sampler(SamplingParams(**settings), [1], (), 20).settings  # type: ignore[arg-type]
 
-    assert wanted(temperature=0.0) == (0.0, False, 0.0) and wanted(temperature=0.7, presence_penalty=0.5) is None
-    assert wanted(temperature=0.7) == (0.7, True, 0.0) and wanted(temperature=0.7, top_p=0.9) == (0.7, True, 1e-4)
-    assert wanted(temperature=0.7, top_k=5, top_p=0.9) == (0.7, False, 1e-4)
-    assert wanted(temperature=0.7, min_p=0.2, top_k=5) == (0.7, False, 0.2)
+    assert settings(temperature=0.0) == (0.0, False, 0.0) and settings(temperature=0.7, presence_penalty=0.5) is None
+    assert settings(temperature=0.7) == (0.7, True, 0.0) and settings(temperature=0.7, top_p=0.9) == (0.7, True, 1e-4)
+    assert settings(temperature=0.7, top_k=5, top_p=0.9) == (0.7, False, 1e-4)
+    assert settings(temperature=0.7, min_p=0.2, top_k=5) == (0.7, False, 0.2)
 
 
 @given(seed=st.integers(0, 99), size=st.integers(1, 40), count=st.integers(1, 45), known=st.integers(0, 40))
@@ -199,5 +199,5 @@ def test_sampled_texts_are_those_of_rows_by_themselves(
     prompts = ["def fibonacci(n):", "import os\n", "class Stack:", "for i in range(10):"]
     with LLM(built_native(DEMO, tmp_path / "bundle", "int8"), speculative, threads=2) as llm:
         prepared = [each.outputs[0].token_ids for each in llm.generate(prompts, settings)]
-        monkeypatch.setattr(Sampler, "wanted", None)
+        monkeypatch.setattr(Sampler, "settings", None)
         assert prepared == [each.outputs[0].token_ids for each in llm.generate(prompts, settings)]

@@ -175,7 +175,7 @@ def test_the_speculative_area_is_used_again(three: StaticEngine, pool: StaticPoo
     keeper, other = pool.new_cache(), pool.new_cache()
     for row in range(4):
         three.score(BUSHY.batch(three.spec, other.length), other)
-        three.score(CHAIN.batch(three.spec, 0, row, row + 1), keeper)  # behind rows that are garbage in a moment
+        three.score(CHAIN.batch(three.spec, 0, row, row + 1), keeper)  # after rows that are garbage in a moment
         other.commit([0, 2])
         assert pool._used <= mask_columns(8, row + 9, SHARED_COLUMNS)
     assert pool._used < 4 * 8
@@ -241,7 +241,7 @@ def test_threads_do_not_see_each_other(three: StaticEngine) -> None:
 
 
 def scores(engine: StaticEngine) -> list[NDArray[np.float32]]:
-    """A text in chunks of several widths, and a tree behind it, twice: each over a cache of its own."""
+    """A text in chunks of several widths, and a tree after it, twice: each over a cache of its own."""
     found = []
     for seed in range(2):
         cache = filled(engine, random_text(32 + 8 + 4 + 2 + 1, seed))

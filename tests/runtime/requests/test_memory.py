@@ -251,7 +251,7 @@ def test_a_full_cache_ends_no_text_because_of_an_empty_one(drafts: bool) -> None
 
     def steps_of(number: int, config: SpeculativeConfig | None) -> Steps[TokenChunk]:
         prompt = [number, *[1] * 170]
-        decoder = SpeculativeDecoder(*pools, config, 4096, (), plain, lambda: scheduler.num_sharing)
+        decoder = SpeculativeDecoder(*pools, config, 4096, (), plain, lambda: scheduler.batch_size)
         sampler = Sampler(params, prompt, (), 6)
         return decoder.steps(prompt, sampler, seeded_streams(0), SpecDecodeStats(), salt=str(number))
 

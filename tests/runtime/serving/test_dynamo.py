@@ -1,4 +1,4 @@
-"""Two workers behind NVIDIA Dynamo's own front end: one is killed, one is asked to stop, some requests are bad."""
+"""Two workers after NVIDIA Dynamo's own front end: one is killed, one is asked to stop, some requests are bad."""
 
 from __future__ import annotations
 

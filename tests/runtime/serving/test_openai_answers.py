@@ -19,8 +19,8 @@ from draftwood.runtime.decoding.stats import SpecDecodeStats
 from draftwood.runtime.sampling.params import SamplingParams
 from draftwood.runtime.serving.http.errors import invalid
 from draftwood.runtime.serving.json_text import AT_A_TIME, pieces
-from draftwood.runtime.serving.openai.answers import MOST_LOGPROBS, Answer, check_log_probabilities
-from draftwood.runtime.serving.openai.api import Asked, OpenAIApi
+from draftwood.runtime.serving.openai.answers import MAX_LOGPROBS, Answer, check_log_probabilities
+from draftwood.runtime.serving.openai.api import OpenAIApi, PreparedRequest
 from draftwood.runtime.serving.openai.bodies import MAX_PARTS, MAX_PROMPTS, ChatBody, CompletionBody, TokenizeBody
 from draftwood.runtime.serving.openai.formats import AnswerFormat, ChatFormat, CompletionFormat
 from draftwood.runtime.serving.openai.streams import Numbered
@@ -129,7 +129,7 @@ def test_the_log_probabilities_of_an_answer_are_bounded(
     if not count:
         check_log_probabilities(params, choices, lengths, 8192)
         return
-    with pytest.raises(RequestError, match=f"could have {count} .*may have {MOST_LOGPROBS}.*a smaller max_tokens"):
+    with pytest.raises(RequestError, match=f"could have {count} .*may have {MAX_LOGPROBS}.*a smaller max_tokens"):
         check_log_probabilities(params, choices, lengths, 8192)
 
 
@@ -159,7 +159,7 @@ def test_choices_are_queued_in_turns_and_all_or_none(places: int) -> None:
         api = object.__new__(OpenAIApi)
         api.async_llm = cast(Any, Queue())
         body, params = CompletionBody.model_validate({"prompt": "x", "n": 5}), SamplingParams()
-        asked = Asked(TimeLimit(None), [[1]], [None], None, params, Prepared(None, []), SHAPES[0])
+        asked = PreparedRequest(TimeLimit(None), [[1]], [None], None, params, Prepared(None, []), SHAPES[0])
         submitting, turns = asyncio.create_task(api._submit_all(body, "client", asked)), 0
         while not submitting.done():
             await asyncio.sleep(0)

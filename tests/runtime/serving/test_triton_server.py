@@ -1,4 +1,4 @@
-"""The model behind a real tritonserver: what clients of every kind send, get, cancel and break, alone and in crowds."""
+"""The model after a real tritonserver: what clients of every kind send, get, cancel and break, alone and in crowds."""
 
 from __future__ import annotations
 

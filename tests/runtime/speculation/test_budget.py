@@ -21,8 +21,8 @@ from draftwood.runtime.speculation.planning.controller import Controller, RoundP
 from draftwood.runtime.speculation.planning.cost import CostModel, HostCosts, PassCosts
 from draftwood.runtime.speculation.planning.drift import Drift
 from draftwood.runtime.speculation.planning.estimate import Shapes
-from draftwood.runtime.speculation.planning.experience import Experience
-from draftwood.runtime.speculation.planning.prices import Offer, costs_at, menu_of
+from draftwood.runtime.speculation.planning.history import History
+from draftwood.runtime.speculation.planning.prices import Candidates, costs_at, table_of
 
 # Milliseconds of SmolLM2-135M in int8 on two cores: of a pass, of each further row, and on the host.
 SMALL = CostModel(passes(6.0, 0.65), passes(0.2, 0.03), HostCosts(0.13, 0.5, 0.06), HostCosts(0.19, 0.7, 0.15), {})
@@ -51,20 +51,20 @@ class Timed(Controller):
 
     planning = 0.0
 
-    def _new_plan(self, context: int, remaining: int, sharing: int, unread: int) -> RoundPlan:
+    def _new_plan(self, context: int, remaining: int, batch_size: int, unread: int) -> RoundPlan:
         self.planning += PLAN
-        return super()._new_plan(context, remaining, sharing, unread)
+        return super()._new_plan(context, remaining, batch_size, unread)
 
 
 def speed(costs: CostModel, acceptances: Sequence[float], rounds: int = 150) -> float:
     """Tokens per second over those of plain decoding, of as many requests with chains of these acceptances, which know
     nothing before. The time of planning is included."""
-    rng, budget, experience = np.random.default_rng(0), DraftBudget(), Experience()
-    controllers = [Timed(costs, CHAIN, True, experience, budget) for _ in acceptances]
+    rng, budget, history = np.random.default_rng(0), DraftBudget(), History()
+    controllers = [Timed(costs, CHAIN, True, history, budget) for _ in acceptances]
     tokens = seconds = 0.0
     for _ in range(rounds):
-        sharing = len(acceptances)
-        plans = [each.held(1000, sharing) or each.plan(CONTEXT, 1000, sharing) for each in controllers]
+        batch_size = len(acceptances)
+        plans = [each.held(1000, batch_size) or each.plan(CONTEXT, 1000, batch_size) for each in controllers]
         seconds += seconds_of(costs, plans)
         tokens += len(plans)
         for controller, plan, acceptance in zip(controllers, plans, acceptances, strict=True):
@@ -93,7 +93,7 @@ def test_speculation_pays_where_passes_are_bound_by_memory() -> None:
 def test_rows_go_to_those_whose_drafts_are_accepted() -> None:
     """Requests of one kind each would get the same proposals from plans of their own."""
     budget = DraftBudget()
-    controllers = [Controller(MEMORY_BOUND, CHAIN, True, Experience(), budget) for _ in range(16)]
+    controllers = [Controller(MEMORY_BOUND, CHAIN, True, History(), budget) for _ in range(16)]
     rng, depths = np.random.default_rng(1), np.zeros(16)
     for step in range(120):
         for index, controller in enumerate(controllers):
@@ -106,10 +106,10 @@ def test_rows_go_to_those_whose_drafts_are_accepted() -> None:
     assert speed(MEMORY_BOUND, [0.95, 0.3] * 8) > 1.3
 
 
-def offers(alphas: Sequence[float], deepest: int = 4) -> list[Offer]:
+def members(alphas: Sequence[float], deepest: int = 4) -> list[Candidates]:
     """Chains of up to `deepest` tokens."""
-    depths, menu = np.arange(deepest + 1), menu_of(CHAIN, deepest, 1)
-    return [Offer(menu, np.cumsum(alpha**depths), np.zeros(deepest + 1)) for alpha in alphas]
+    depths, table = np.arange(deepest + 1), table_of(CHAIN, deepest, 1)
+    return [Candidates(table, np.cumsum(alpha**depths), np.zeros(deepest + 1)) for alpha in alphas]
 
 
 @pytest.mark.parametrize("machine", MACHINES)
@@ -118,11 +118,11 @@ def test_the_choice_is_nearly_the_best_of_all(machine: str) -> None:
     costs = MACHINES[machine]
     costs = CostModel(costs.target, costs.draft, HostCosts(0, 0, 0), HostCosts(0, 0, 0), {})
     for seed in range(3):
-        wanted = offers(np.random.default_rng(seed).uniform(0.1, 0.95, 4).tolist())
+        wanted = members(np.random.default_rng(seed).uniform(0.1, 0.95, 4).tolist())
 
-        def rate(depths: Sequence[int], wanted: Sequence[Offer] = wanted) -> float:
+        def rate(depths: Sequence[int], wanted: Sequence[Candidates] = wanted) -> float:
             plans = [RoundPlan(depth, depth, 1.0, 0.0, 1.0, probe=False) for depth in depths]
-            tokens = sum(float(offer.tokens[depth]) for offer, depth in zip(wanted, depths, strict=True))
+            tokens = sum(float(candidates.tokens[depth]) for candidates, depth in zip(wanted, depths, strict=True))
             return tokens / seconds_of(costs, plans)
 
         best = max(rate(tuple(each)) for each in np.ndindex(5, 5, 5, 5))
@@ -130,16 +130,16 @@ def test_the_choice_is_nearly_the_best_of_all(machine: str) -> None:
         found = allocate(wanted, at)
         assert rate(found.numbers) > 0.97 * best
         assert found.speed_up == pytest.approx(rate(found.numbers) / rate([0] * 4), rel=1e-6)
-        at_this_price = [worth_most(offer, np.array([found.price]), at).item() for offer in wanted]
+        at_this_price = [worth_most(candidates, np.array([found.price]), at).item() for candidates in wanted]
         assert at_this_price == found.numbers
 
 
 def test_a_request_stands_for_those_that_are_no_members() -> None:
     """Eight alike are planned as one that counts eight times. Prices find nearly what the best common choice yields."""
     costs = costs_at(MEMORY_BOUND, CONTEXT, 8)
-    one = allocate(offers([0.8]), costs)
-    assert allocate(offers([0.8]) * 8, costs) == one._replace(numbers=one.numbers * 8)
-    assert allocate(offers([0.8] * 8), costs).speed_up == pytest.approx(one.speed_up, rel=0.02)
+    one = allocate(members([0.8]), costs)
+    assert allocate(members([0.8]) * 8, costs) == one._replace(numbers=one.numbers * 8)
+    assert allocate(members([0.8] * 8), costs).speed_up == pytest.approx(one.speed_up, rel=0.02)
 
 
 def test_attention_to_others_counts_only_where_rows_are_read_by_all() -> None:
@@ -151,7 +151,7 @@ def test_attention_to_others_counts_only_where_rows_are_read_by_all() -> None:
 
 
 def test_a_choice_stays_until_its_request_asks_again_and_ends_with_it() -> None:
-    budget, (right, wrong) = DraftBudget(), offers([0.9, 0.1])
+    budget, (right, wrong) = DraftBudget(), members([0.9, 0.1])
     first = budget.choose("first", right, CONTEXT, 2, SMALL)
     second = budget.choose("second", right, CONTEXT, 2, SMALL)  # at the price of the first
     assert min(first.number, second.number) > 0 and budget.changes == 1
@@ -161,7 +161,7 @@ def test_a_choice_stays_until_its_request_asks_again_and_ends_with_it() -> None:
     budget.leave("second")
     assert budget.choose("first", wrong, CONTEXT, 1, SMALL).speed_up < again.speed_up
     budget.leave("first")
-    assert not (budget._offers or budget._choices or budget._served)
+    assert not (budget._candidates or budget._choices or budget._served)
 
 
 def test_a_text_that_ended_is_no_member() -> None:
@@ -171,9 +171,9 @@ def test_a_text_that_ended_is_no_member() -> None:
         decoder = SpeculativeDecoder(*engines, SpeculativeConfig(), 4096, (), costs, budget=budget)
         sampler = Sampler(SamplingParams(max_tokens=60, ignore_eos=True), [0, 1], (), 6)
         chunks = decoder.generate([0, 1], sampler, seeded_streams(0), SpecDecodeStats())
-        assert len([*zip(range(room), chunks, strict=False)]) and budget._offers
+        assert len([*zip(range(room), chunks, strict=False)]) and budget._candidates
         chunks.close()  # type: ignore[attr-defined]  # a generator
-        assert not budget._offers
+        assert not budget._candidates
 
 
 def test_the_choice_follows_what_shared_passes_take_at_present() -> None:
@@ -185,7 +185,7 @@ def test_the_choice_follows_what_shared_passes_take_at_present() -> None:
         for rows in (4, 12) * 20:
             seconds = float(MEMORY_BOUND.target.shared(np.array(rows), CONTEXT, 4)) * (slower if rows > 4 else 1)
             budget.observe_pass(rows, 4, CONTEXT, seconds)
-        planner = Controller(MEMORY_BOUND, CHAIN, True, Experience(), budget)
+        planner = Controller(MEMORY_BOUND, CHAIN, True, History(), budget)
         depth = planner.plan(CONTEXT, 1000, 4).depth
         planner.leave()
         return depth

@@ -47,7 +47,7 @@ def test_the_smallest_probabilities_share_the_last_cell_and_no_other() -> None:
 
 
 def test_siblings_behind_the_accepted_one_were_never_offered() -> None:
-    """Verification stops at the accepted sibling: what stands behind it says nothing."""
+    """Verification stops at the accepted sibling: what stands after it says nothing."""
     calibration = Calibration()
     untouched = calibration(2, 0.1)
     for _ in range(100):
@@ -72,7 +72,7 @@ def test_a_path_is_judged_row_by_row() -> None:
 def test_given_tokens_are_no_evidence() -> None:
     """A looked-up token beside drawn ones takes no rank, and tells nothing about the draft."""
     graph = TokenGraph(0)
-    graph.add(ROOT, 1, 0.0, 1.0, certain=True)
+    graph.add(ROOT, 1, 0.0, 1.0, looked_up=True)
     graph.add(ROOT, 2, 0.0, 0.5)
     with_given, without = Calibration(), Calibration()
     with_given.update(unroll(graph, 2, 99), [2])

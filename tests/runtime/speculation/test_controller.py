@@ -61,7 +61,7 @@ def test_a_plain_round_is_priced_as_one() -> None:
     """Where many share a pass, time on the host decides: a plain round has less of it."""
     host = HostCosts(plain=0.01, round=0.3, token=0.02)
     costs = table(1.0, 0.02, row=0.06, host=host)
-    alone, busy = (Controller(costs, TREES, greedy=True).plan(0, 100, sharing) for sharing in (1, 16))
+    alone, busy = (Controller(costs, TREES, greedy=True).plan(0, 100, batch_size) for batch_size in (1, 16))
     assert alone.depth > 0 and busy.depth == 0
 
 
@@ -94,7 +94,7 @@ def test_plans_do_not_depend_on_the_unit_of_costs(shapes: Shapes, factor: float)
 def test_a_shared_pass_is_left_to_others_unless_a_proposal_clearly_pays() -> None:
     """On a clock where plain decoding costs 0.01, the expected speed-up is between 1 and SHARED_SPEED_UP."""
     costs = scaled(table(1.0, 0.43), 0.01)
-    alone, busy = (Controller(costs, CHAIN, greedy=True).plan(0, 100, sharing) for sharing in (1, 4))
+    alone, busy = (Controller(costs, CHAIN, greedy=True).plan(0, 100, batch_size) for batch_size in (1, 4))
     assert 1 < busy.speed_up <= SHARED_SPEED_UP and busy.depth == 0 and alone.depth > 0
     assert busy.reason == (
         f"a proposal promises {busy.speed_up:.2f} times plain speed, "
@@ -131,7 +131,7 @@ def test_a_draft_that_is_too_dear_is_the_whole_reason() -> None:
 def test_a_speed_up_as_small_as_the_limit_does_not_pay_when_two_share_a_pass() -> None:
     controller = Controller(table(), CHAIN, greedy=True)
     plan = controller.plan(0, 100)._replace(speed_up=SHARED_SPEED_UP)
-    assert [controller._pays(plan, 100, 0.0, sharing) for sharing in (1, 2)] == [True, False]
+    assert [controller._pays(plan, 100, 0.0, batch_size) for batch_size in (1, 2)] == [True, False]
     assert "1.10 is needed when 2 requests share" in controller._reason_for_plain(plan, 100, 1, 2)
 
 
@@ -188,16 +188,16 @@ def test_proposals_shrink_as_more_requests_share_a_pass() -> None:
     """A row is nearly free alone and dear in a full pass: speculation must not slow a busy machine down."""
     costs = table(1.0, 0.02, row=0.06)
 
-    def settled_size(sharing: int) -> int:
+    def settled_size(batch_size: int) -> int:
         controller = Controller(costs, TREES, greedy=True)
         for _ in range(200):
-            plan = controller.plan(0, 100, sharing)
+            plan = controller.plan(0, 100, batch_size)
             if plan.depth:
                 accepted = [row for row in (1, 4) if row <= plan.size][: plan.depth]
                 controller.observe(plan, accepted[: 1 + (plan.size > 3)], [VerifierChoice(0, 2)] * len(accepted))
-        return controller.plan(0, 100, sharing).size
+        return controller.plan(0, 100, batch_size).size
 
-    sizes = [settled_size(sharing) for sharing in (1, 4, 16)]
+    sizes = [settled_size(batch_size) for batch_size in (1, 4, 16)]
     assert sizes == sorted(sizes, reverse=True) and sizes[0] > sizes[-1]
 
 

@@ -14,7 +14,7 @@ from draftwood.runtime.speculation.config import SpeculativeConfig
 from draftwood.runtime.speculation.planning.controller import Controller, RoundPlan
 from draftwood.runtime.speculation.planning.cost import CostModel, HostCosts, PassCosts
 from draftwood.runtime.speculation.planning.estimate import SAVED_GUESS, AcceptanceEstimate, Shapes, VerifierChoice
-from draftwood.runtime.speculation.planning.experience import Experience
+from draftwood.runtime.speculation.planning.history import History
 from draftwood.runtime.speculation.planning.prices import CONTEXT_STEP
 from draftwood.runtime.speculation.verifier import sample_and_match, traversal_verification
 
@@ -54,7 +54,7 @@ def test_one_round_teaches_every_smaller_budget() -> None:
 
 def test_tokens_of_a_lookup_come_on_top_of_a_budget() -> None:
     """Rows 1 to 4 were given, rows 5 to 16 are the chain: all of it accepted is all a budget of 12 could get."""
-    looked_up = CHAIN._replace(given=4)
+    looked_up = CHAIN._replace(num_lookup=4)
     controller = Controller(table(1.0, 0.1), looked_up, greedy=True)
     for _ in range(300):
         controller.observe(
@@ -76,27 +76,27 @@ def test_a_probe_that_has_to_read_the_whole_prompt_is_rarer() -> None:
 
 @pytest.mark.parametrize("host", [FREE, HostCosts(0.021, 0.31, 0.1)])
 @pytest.mark.parametrize(
-    ("sharing", "given", "frontier", "row"),
+    ("batch_size", "given", "frontier", "row"),
     [(1, 0, 1, 0.0), (3, 0, 1, 0.43), (3, 2, 1, 0.43), (3, 0, 1, 0.02), (1, 0, 2, 0.0), (1, 0, 100, 0.0)],
 )
 def test_a_probe_waits_until_it_has_been_saved_for(
-    sharing: int, given: int, frontier: int, row: float, host: HostCosts
+    batch_size: int, given: int, frontier: int, row: float, host: HostCosts
 ) -> None:
     """1 % of plain rounds' time, 0.4 % where they share passes, pays for its draft passes, and for what it delays the
     others beyond what it saves."""
     seconds = tuple((1 + slots / 1000, 1 + slots / 1000 + 63 * row) for slots in (0, 1000))
     target, draft = PassCosts((1, 64), (0, 1000), seconds, padded=False), passes(DEAR_DRAFT, row=0.1)
     controller = Controller(
-        CostModel(target, draft, host, host, {}), CHAIN._replace(given=given, frontier=frontier), greedy=True
+        CostModel(target, draft, host, host, {}), CHAIN._replace(num_lookup=given, frontier=frontier), greedy=True
     )
-    plans = [controller.plan(2 * CONTEXT_STEP, 100, sharing)]
+    plans = [controller.plan(2 * CONTEXT_STEP, 100, batch_size)]
     while not plans[-1].probe:
-        plans.append(controller.plan(2 * CONTEXT_STEP, 100, sharing))
-    probe, plain, host = plans[-1], plans[0].seconds, host if sharing == 1 else host.shared
-    assert plain == pytest.approx((1 + row * (sharing - 1)) / sharing + 0.128 + host.plain)
+        plans.append(controller.plan(2 * CONTEXT_STEP, 100, batch_size))
+    probe, plain, host = plans[-1], plans[0].seconds, host if batch_size == 1 else host.shared
+    assert plain == pytest.approx((1 + row * (batch_size - 1)) / batch_size + 0.128 + host.plain)
     delay = (row + host.token) * (probe.size + given) + host.round - host.plain - (probe.tokens - 1) * plain
     drafted = probe.depth * (DEAR_DRAFT + 0.1 * (min(frontier, 64) - 1))  # with at most the widest measured passes
-    assert len(plans) == math.floor((100 if sharing == 1 else 250) * (drafted + max(0.0, delay)) / plain) + 1
+    assert len(plans) == math.floor((100 if batch_size == 1 else 250) * (drafted + max(0.0, delay)) / plain) + 1
 
 
 @pytest.mark.parametrize(("delay", "probes"), [(0.0, [300, 601]), (1.0, [400, 801])])
@@ -152,26 +152,26 @@ def test_the_first_choices_of_a_tree_teach_the_chain() -> None:
 
 
 def test_a_request_starts_from_the_estimate_of_the_one_before() -> None:
-    experience = Experience()
-    first = Controller(table(1.0, 0.4), CHAIN, greedy=True, experience=experience)
+    history = History()
+    first = Controller(table(1.0, 0.4), CHAIN, greedy=True, history=history)
     plan = first.plan(0, 100)
     for _ in range(40):
         first.observe(plan, [], choices(plan, 0))
     fresh = Controller(table(1.0, 0.4), CHAIN, greedy=True)
-    later = Controller(table(1.0, 0.4), CHAIN, greedy=True, experience=experience)
+    later = Controller(table(1.0, 0.4), CHAIN, greedy=True, history=history)
     assert fresh.plan(0, 100).depth > 0 == later.plan(0, 100).depth
 
 
 def test_the_estimates_of_the_latest_shapes_are_kept() -> None:
     """A client that asks for ever other shapes fills no memory."""
-    experience = Experience()
+    history = History()
     shapes = [CHAIN._replace(depth=depth) for depth in range(1, 66)]
     for each in (*shapes[:64], shapes[0], shapes[64]):
-        experience.estimate_for(each, True).observe(None, 1, [1], [VerifierChoice(0, 1)])
+        history.estimate_for(each, True).observe(None, 1, [1], [VerifierChoice(0, 1)])
     fresh = [AcceptanceEstimate(each).expected_accepted()[0, 0] for each in shapes]
 
     def known(index: int, greedy: bool = True) -> bool:
-        return bool(experience.estimate_for(shapes[index], greedy).expected_accepted()[0, 0] > fresh[index])
+        return bool(history.estimate_for(shapes[index], greedy).expected_accepted()[0, 0] > fresh[index])
 
     assert known(0) and known(2) and known(64)
     assert not known(0, greedy=False) and not known(1)
@@ -183,25 +183,25 @@ Shown = tuple[list[int], list[VerifierChoice]]  # accepted rows, and the verifie
 def test_a_text_departs_from_what_all_have_shown() -> None:
     """One among many texts whose draft is always right, where the others' is right in three of ten rounds: for it
     alone longer proposals are expected to succeed, beyond the depth that was tried."""
-    experience = Experience()
+    history = History()
     right: Shown = ([1], [VerifierChoice(0, 1)])
     wrong: Shown = ([], [VerifierChoice(None, 1)])
     for number in range(40):
-        usual = experience.estimate_for(CHAIN, True)
+        usual = history.estimate_for(CHAIN, True)
         for turn in range(10):
             usual.observe(None, 1, *(right if (turn + number) % 10 < 3 else wrong))
-    before = experience.estimate_for(CHAIN, True).expected_accepted()[0]
+    before = history.estimate_for(CHAIN, True).expected_accepted()[0]
     assert before[0] == pytest.approx(0.3, abs=0.03) and before[3] == pytest.approx(0.43, abs=0.06)
-    special = experience.estimate_for(CHAIN, True)
+    special = history.estimate_for(CHAIN, True)
     for _ in range(20):
         special.observe(None, 1, *right)
     assert special.expected_accepted()[0, 0] > 0.55 and special.expected_accepted()[0, 3] > 1.1
-    assert experience.estimate_for(CHAIN, True).expected_accepted()[0, 0] < 0.38
+    assert history.estimate_for(CHAIN, True).expected_accepted()[0, 0] < 0.38
 
 
 @pytest.mark.parametrize(("drawn", "chosen"), [(0.8, 0.3), (0.3, 0.8), (0.8, 0.7), (0.7, 0.8)])
-@pytest.mark.parametrize("sharing", [1, 3])
-def test_tokens_come_from_the_source_that_is_accepted_more_often(drawn: float, chosen: float, sharing: int) -> None:
+@pytest.mark.parametrize("batch_size", [1, 3])
+def test_tokens_come_from_the_source_that_is_accepted_more_often(drawn: float, chosen: float, batch_size: int) -> None:
     """Rounds of one source say nothing about the other, so the worse one is tried now and then, more seldom the worse
     it is."""
     controller = Controller(table(1.0, 0.05), CHAIN._replace(depth=4), greedy=False, chooses=True)
@@ -209,7 +209,7 @@ def test_tokens_come_from_the_source_that_is_accepted_more_often(drawn: float, c
     planned: list[bool] = []
     tried: list[bool] = []
     for turn in range(1200):
-        plan = controller.plan(100, 1000, sharing)
+        plan = controller.plan(100, 1000, batch_size)
         if turn >= 400:
             (tried if plan.probe else planned).append(plan.chosen)
         accepted = int((np.cumprod(rng.random(plan.depth) < (chosen if plan.chosen else drawn))).sum())

@@ -132,7 +132,7 @@ def test_a_manifest_with_another_context_is_refused(role: str, context: int, tin
 
 
 def test_the_draft_costs_no_more_behind_long_texts() -> None:
-    """A draft that would be too slow behind 8,000 tokens pays if it reads the last 512 of them alone."""
+    """A draft that would be too slow after 8,000 tokens pays if it reads the last 512 of them alone."""
     costs = replace(COSTS, draft=PassCosts((1, 64), (0, 512), ((0.001, 0.002), (0.05, 0.06))))
     config = SpeculativeConfig("chain", max_draft_len=4)
     depths = {}

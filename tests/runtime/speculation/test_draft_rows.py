@@ -58,8 +58,8 @@ def scored(
     grower, stream = config.rules(greedy).grower(64, estimate), seeded_streams(seed).draft
     run(proposer.propose(graph, grower, config.stopper(), sampler, stream))
     assert len(unroll(graph, config.max_tokens, 99)) - 1 <= config.max_tokens
-    behind = draft.rows[1:]  # the first pass scores the root
-    return Scored(max(behind, default=0), sum(behind))
+    after = draft.rows[1:]  # the first pass scores the root
+    return Scored(max(after, default=0), sum(after))
 
 
 @settings(max_examples=60)
@@ -98,7 +98,7 @@ def test_no_grower_scores_more_rows_than_its_configuration_says(
 
 
 def late_branches(context: tuple[int, ...]) -> NDArray[np.float64]:
-    """Token 0 is nearly certain behind itself, and the other tokens there are the more probable the later they come."""
+    """Token 0 is nearly certain after itself, and the other tokens there are the more probable the later they come."""
     depth = len(context) - len(PROMPT)
     if any(context[len(PROMPT) :]):
         return EVEN

@@ -18,7 +18,7 @@ from draftwood.runtime.speculation.planning.controller import Controller
 from draftwood.runtime.speculation.planning.cost import HostCosts
 from draftwood.runtime.speculation.planning.drift import STALE, Drift
 from draftwood.runtime.speculation.planning.estimate import Shapes, VerifierChoice
-from draftwood.runtime.speculation.planning.experience import Experience
+from draftwood.runtime.speculation.planning.history import History
 
 TREES = Shapes((1, 3, 7, 15), 4, 4, True, 0)
 SMALL = SpeculativeConfig(max_draft_len=2, max_total_draft_tokens=3, frontier_width=2)
@@ -28,8 +28,8 @@ NEAR = table(1.0, 0.45, host=HostCosts(0.0, 0.0, 0.01))  # one rejected token ch
 def test_wide_passes_that_take_longer_make_proposals_smaller() -> None:
     """The draft's first choice is right in half of all cases, its second one mostly else. A tree of many rows is free
     by the table; then passes of more than four rows take ten times as long; then the table holds again."""
-    experience, costs = Experience(Drift(table(1.0, 0.02))), table(1.0, 0.02)
-    planner, sizes = Controller(costs, TREES, True, experience), []
+    history, costs = History(Drift(table(1.0, 0.02))), table(1.0, 0.02)
+    planner, sizes = Controller(costs, TREES, True, history), []
     for slower in (1.0, 10.0, 1.0):
         for _ in range(400):
             plan = planner.held(1000, 1) or planner.plan(100, 1000)
@@ -57,7 +57,7 @@ def test_what_narrow_passes_show_moves_all_widths() -> None:
     assert drift.is_stale(1.1) and not drift.is_stale(2.0)
     for _ in range(20 * STALE):
         drift.observe(8, 1.14, 1.14)
-    plans = [Controller(stored, TREES, True, Experience(drift)).plan(0, 100) for _ in range(2)]
+    plans = [Controller(stored, TREES, True, History(drift)).plan(0, 100) for _ in range(2)]
     assert [(plan.probe, plan.depth > 0) for plan in plans] == [(True, False), (False, True)]
     drift.observe(1, 1.0, 0.0)  # a coarse clock
     assert drift.costs().target.at(1, 0) > 0
@@ -68,7 +68,7 @@ def test_plans_by_what_passes_took_change_no_distribution(monkeypatch: pytest.Mo
 
     class Fresh(SpeculativeDecoder):
         def __init__(self, *args: object) -> None:
-            super().__init__(*args, experience=Experience(Drift(NEAR)))  # type: ignore[arg-type, misc]
+            super().__init__(*args, history=History(Drift(NEAR)))  # type: ignore[arg-type, misc]
 
     sizes: set[int] = set()
     observe = Controller.observe_pass
@@ -92,7 +92,7 @@ def test_a_seeded_text_depends_on_no_clock(seed: int | None, learns: bool) -> No
     drift = Drift(NEAR)
     target, draft = pair(0, 3)
     params = SamplingParams(max_tokens=8, seed=seed)
-    decoder = SpeculativeDecoder(target, draft, SMALL, 4096, (), NEAR, experience=Experience(drift))
+    decoder = SpeculativeDecoder(target, draft, SMALL, 4096, (), NEAR, history=History(drift))
     sampler = Sampler(params, PROMPT, (), target.spec.model.vocab_size)
     assert [chunk.token_ids for chunk in decoder.generate(PROMPT, sampler, seeded_streams(0), SpecDecodeStats())]
     assert drift.is_stale(1.0) != learns

@@ -56,17 +56,17 @@ def test_the_best_number_of_tokens_is_taken(rounds: list[tuple[float, float]], s
     assert (best.tokens, best.seconds) == (1 + expected[best.depth - 1], seconds[best.depth - 1])
 
 
-@pytest.mark.parametrize(("sharing", "row"), [(1, 0.0), (1, 0.4), (1, 2.0), (4, 0.0), (4, 0.1), (4, 0.6)])
-def test_a_lookup_takes_the_place_of_a_slower_round(sharing: int, row: float) -> None:
+@pytest.mark.parametrize(("batch_size", "row"), [(1, 0.0), (1, 0.4), (1, 2.0), (4, 0.0), (4, 0.1), (4, 0.6)])
+def test_a_lookup_takes_the_place_of_a_slower_round(batch_size: int, row: float) -> None:
     """Among several requests each of them has a small part of what all rows have in common, so rows must be cheaper."""
     costs = table(1.0, 5.0, row)  # the draft is too dear
     planner = Controller(costs, CHAIN, greedy=True, looks_up=True)
-    plan = planner.plan(10, 100, sharing)
+    plan = planner.plan(10, 100, batch_size)
     assert not plan.depth
     assert planner.or_lookup(plan, Match(0, [])) is plan
     found = planner.or_lookup(plan, Match(8, [1] * 4))
-    assert found.given is planner.considers_lookups(plan) is (row < 0.5)
-    if found.given:
+    assert found.looked_up is planner.considers_lookups(plan) is (row < 0.5)
+    if found.looked_up:
         assert found.tokens / found.seconds > plan.tokens / plan.seconds
         assert found.speed_up > 1 and 1 <= found.depth <= 4
     assert Controller(costs, CHAIN, greedy=True).or_lookup(plan, Match(8, [1] * 4)) is plan
@@ -78,10 +78,10 @@ def test_a_lookup_among_others_is_priced_by_what_their_passes_take() -> None:
     budget = DraftBudget(Drift(costs))
     planner = Controller(costs, CHAIN, greedy=True, budget=budget, looks_up=True)
     match = Match(8, [1] * 4)
-    assert planner.or_lookup(planner.plan(10, 100, sharing=4), match).given
+    assert planner.or_lookup(planner.plan(10, 100, batch_size=4), match).looked_up
     for rows, seconds in [(4, 1.0), (8, 5.0)] * 64:
         budget.observe_pass(rows, 4, 10, seconds)
-    plan = planner.plan(10, 100, sharing=4)
+    plan = planner.plan(10, 100, batch_size=4)
     assert planner.or_lookup(plan, match) is plan
 
 

@@ -221,7 +221,7 @@ def test_the_memory_of_grammars_in_use_is_bounded(grammars: Grammars, monkeypatc
     num_bytes, text = grammar.share.num_bytes, grammar.start()
     del grammar
     assert num_bytes > module.SMALL_BYTES
-    monkeypatch.setattr(module, "MOST_BYTES", 3 * num_bytes // 2)
+    monkeypatch.setattr(module, "MAX_BYTES", 3 * num_bytes // 2)
     with pytest.raises(OutOfMemoryError, match="those of other requests leave"):
         grammars.compile(forms[1])
     grammars.compile(StructuredOutput(regex="small enough"))

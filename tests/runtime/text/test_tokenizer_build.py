@@ -17,7 +17,7 @@ from transformers import AutoTokenizer
 
 from draftwood.builder.tokenizer import (
     ADDED,
-    MOST_TEMPLATES,
+    MAX_TEMPLATES,
     SENTENCEPIECE,
     TEMPLATES,
     check_same_vocabulary,
@@ -219,7 +219,7 @@ def test_templates_of_their_own_for_tools_are_kept_and_used(tmp_path: Path) -> N
             assert number == 3 or write_conversation(ours, messages, settings) == expected
             assert ours.chat_templates == read_templates(bundle)
             assert ours.chat_templates.get("rag") == ("R" if number == 2 else None)
-    for count in range(MOST_TEMPLATES):
+    for count in range(MAX_TEMPLATES):
         (tmp_path / "2" / TEMPLATES / f"{count}.jinja").write_text("x")
     with pytest.raises(CheckpointError, match="chat templates and may have 16"):
         convert_tokenizer(tmp_path / "2", bundle)

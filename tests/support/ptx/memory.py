@@ -139,7 +139,7 @@ class Allocation(NamedTuple):
 
 
 class GlobalMemory:
-    """Allocations with a guard before and behind each. `touched` notes the bytes that were read."""
+    """Allocations with a guard before and after each. `touched` notes the bytes that were read."""
 
     def __init__(self, nbytes: int = 1 << 22) -> None:
         nbytes += -nbytes % 16

@@ -26,7 +26,7 @@ TYPES: dict[str, type[np.generic]] = {
     "pred": np.bool_,
 }
 HALVES = {"f16": np.float16, "bf16": ml_dtypes.bfloat16}
-LEAST_NORMAL = np.float32(2.0**-126)
+MIN_NORMAL = np.float32(2.0**-126)
 
 
 class Operation(NamedTuple):
@@ -83,7 +83,7 @@ def same(values: Values) -> Values:
 
 def flush(values: Values) -> Values:
     """Subnormal numbers become zero."""
-    return np.where(np.abs(values) < LEAST_NORMAL, np.copysign(np.float32(0), values), values)
+    return np.where(np.abs(values) < MIN_NORMAL, np.copysign(np.float32(0), values), values)
 
 
 def fused(x: Values, y: Values, z: Values) -> Values:
