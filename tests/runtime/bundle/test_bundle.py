@@ -226,7 +226,7 @@ def test_private_weights_are_refused_where_no_engine_maps_a_file(
 
 def test_the_native_engine_has_no_more_threads_than_its_kernels_know(tiny_bundle: Path) -> None:
     header = (SOURCE.parent / "threads.h").read_text()
-    assert re.search(rf"#define MAX_THREADS {NATIVE.most_threads}$", header, re.MULTILINE)
+    assert re.search(rf"#define MOST_THREADS {NATIVE.most_threads}$", header, re.MULTILINE)
     opened = EngineBundle.open(tiny_bundle)
     engines = {role: replace(spec, backend="native") for role, spec in opened.manifest.engines.items()}
     with pytest.raises(ConfigError, match=r"threads of the target must be 0 .* to 1024, not 1025"):

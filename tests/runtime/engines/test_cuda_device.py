@@ -69,10 +69,9 @@ def test_threads_that_shared_bytes_would_be_noticed(gpu: Machine, monkeypatch: p
     monkeypatch.setattr(cuda, "compile_mover", lambda width, capability: wrong.encode())
     device, geometry = CudaDevice(), CacheGeometry(1, 1, 40, 128, 40 * 128)
     memory, stream = device.allocate(geometry.nbytes), device.new_stream()
-    with gpu.expecting() as faults:
+    with gpu.expecting() as faults, pytest.raises(EngineError):
         device.move_rows(RowMove(memory.address, geometry, np.arange(1, 9), np.arange(8)), stream)
-        with pytest.raises(EngineError):
-            device.synchronize(stream)
+        device.synchronize(stream)
     assert any(each.startswith("Race") for each in faults)
 
 
