@@ -1,4 +1,4 @@
-"""The examples of CONTRIBUTING.md, run as a reader would run them."""
+"""The examples of CONTRIBUTING.md, run as a reader would run them; and the copy in which mutants are tried."""
 
 from __future__ import annotations
 
@@ -6,9 +6,11 @@ import os
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from bundling import ROOT
+from mutation import Tree
 
 PAGE = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
 EXAMPLES = re.findall(r"## ([^\n]+)\n(?:(?!\n## ).)*?```python\n(.*?)```", PAGE, re.DOTALL)
@@ -30,3 +32,11 @@ def test_an_example_runs(title: str, code: str) -> None:
 def test_every_file_that_is_named_exists() -> None:
     for name in re.findall(r"`((?:runtime|builder|models|plugins|tests)/[\w/.]*\w)`", PAGE):
         assert (ROOT / name).exists(), name
+
+
+def test_mutants_are_imported_from_their_copy(tmp_path: Path) -> None:
+    """Else every one of them would survive."""
+    tree = Tree(tmp_path)
+    command = [sys.executable, "-c", "import draftwood.runtime.llm as found; print(found.__file__)"]
+    done = subprocess.run(command, env=tree.environment, cwd=tmp_path, check=True, capture_output=True, text=True)
+    assert Path(done.stdout.strip()).resolve() == tmp_path.resolve() / "runtime" / "llm.py"

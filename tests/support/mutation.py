@@ -13,6 +13,7 @@ import argparse
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -26,7 +27,6 @@ from pathlib import Path
 from mutants import Mutant, c_mutants, python_mutants
 
 ROOT = Path(__file__).resolve().parents[2]
-FOLDERS = ("builder", "cli", "models", "plugins", "runtime")
 EQUIVALENT = Path(__file__).with_name("mutants_equivalent.json")
 KERNELS = (
     "test_native_kernels",
@@ -161,18 +161,12 @@ class Tree:
         files = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, check=True, capture_output=True, text=True).stdout
         for name in filter(None, files.split("\0")):
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
-            (folder / name).write_bytes((ROOT / name).read_bytes())
-        packages = folder / "build" / "typing"
-        (packages / "draftwood").mkdir(parents=True)
-        for name in FOLDERS:
-            (packages / "draftwood" / name).symlink_to(folder / name)
-        for file in (folder / "package").iterdir():
-            (packages / "draftwood" / file.name).symlink_to(file)
-        self._env = (
+            shutil.copy(ROOT / name, folder / name, follow_symlinks=False)
+        self.environment = (
             {"DRAFTWOOD_TEST_DATA": str(ROOT.parent / "shared" / "data")}
             | os.environ
             | {
-                "PYTHONPATH": str(packages),
+                "PYTHONPATH": str(folder / "src"),
                 "PYTHONDONTWRITEBYTECODE": "1",
                 "XDG_CACHE_HOME": str(folder / "cache"),  # kernels of mutants are nobody else's
             }
@@ -198,7 +192,7 @@ class Tree:
         with subprocess.Popen(
             [sys.executable, "-m", "pytest", *options, *files],
             cwd=self._folder,
-            env=self._env,
+            env=self.environment,
             stdin=unseen,
             stdout=unseen,
             stderr=unseen,
