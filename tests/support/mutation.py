@@ -34,7 +34,7 @@ KERNELS = (
     "test_softmax",
     "test_native_edges",
 )
-CONTROLLER = ("test_controller", "test_controller_learning", "test_planning_lossless")
+CONTROLLER = ("test_controller", "test_controller_learning", "test_budget", "test_lookups", "test_planning_lossless")
 EXPLAIN = ("test_explain", "test_explain_html")
 SPECULATION = ("test_verifier", *CONTROLLER, "test_cost", "test_decoder", "test_room")
 TESTS = {
@@ -66,8 +66,8 @@ TESTS = {
     ),
     "runtime/decoding/state.py": ("test_decoder", "test_room", "test_llm", *CONTROLLER, "test_lossless"),
     "runtime/decoding/round.py": ("test_decoder", "test_room", *EXPLAIN, *CONTROLLER, "test_llm"),
-    "runtime/speculation/planning/budget.py": ("test_budget", *CONTROLLER),
-    "runtime/speculation/planning/prices.py": ("test_budget", "test_shared_arrays", *CONTROLLER),
+    "runtime/speculation/planning/budget.py": CONTROLLER,
+    "runtime/speculation/planning/prices.py": ("test_shared_arrays", *CONTROLLER),
     "runtime/speculation/planning/cost.py": ("test_cost", *CONTROLLER, "test_profile", "test_planning"),
     "runtime/engines/shared/prefix.py": ("test_prefix", "test_async_together", "test_pool"),
     "runtime/speculation/planning/estimate.py": (

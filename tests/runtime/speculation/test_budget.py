@@ -199,3 +199,21 @@ def test_a_plan_never_goes_beyond_the_end_of_the_text(shapes: Shapes) -> None:
     controller = Controller(MEMORY_BOUND, shapes, True)
     for remaining in (9, 7, 5, 4, 3, 2, 1, 0):
         assert controller.plan(CONTEXT, remaining, 4).depth <= remaining
+
+
+def test_the_number_of_a_choice_is_where_its_proposal_stands() -> None:
+    """Chains and trees of 3 and 7 tokens, each with one more from a prompt lookup."""
+    found = table_of(Shapes((3, 7), 4, 2, True, 1), 4, 2)
+    assert len(found.tokens) == 1 + 2 * 3 * 4
+    for source, kind, depth in np.ndindex(2, 3, 4):
+        number, tokens = found.number(source, kind, depth + 1), (depth + 1, 3, 7)[kind]
+        assert found.tokens[number] == tokens + 1
+        each = [2, *[1 if kind == 0 else 2] * depth]
+        assert found.drafted[number].tolist() == each + [0] * (3 - depth)
+
+
+@pytest.mark.parametrize(("batch_size", "holds"), [(11, False), (12, True), (20, True), (21, False)])
+def test_a_plan_stays_while_nearly_as_many_requests_share_the_passes(batch_size: int, holds: bool) -> None:
+    planner = Controller(MEMORY_BOUND, CHAIN, True)
+    planner.plan(CONTEXT, 1000, 16)
+    assert (planner.held(1000, batch_size) is not None) is holds
