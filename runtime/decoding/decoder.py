@@ -48,7 +48,7 @@ Verified = tuple[ForwardOutput, Acceptance]
 
 
 def count_one() -> int:
-    """The default of `sharing`: a request shares its passes with no other request."""
+    """The default of `batch_size`: a request shares its passes with no other request."""
     return 1
 
 

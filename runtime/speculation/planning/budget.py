@@ -94,7 +94,7 @@ class DraftBudget:
         self._served.clear()
 
     def observe_pass(self, rows: int, batch_size: int, context: int, seconds: float) -> None:
-        """Learn what a pass of the target took that `sharing` texts shared. context: committed tokens of each, on
+        """Learn what a pass of the target took that `batch_size` texts shared. context: committed tokens of each, on
         average."""
         if self.drift is not None:
             self.drift.observe_shared(rows, batch_size, context, seconds)
