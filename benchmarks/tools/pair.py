@@ -94,6 +94,7 @@ class PairSize:
 
 
 SIZES = {
+    "1.1b": PairSize(ModelShape(2048, 22, 32, 4, 5632), ModelShape(768, 2, 12, 12, 3072), 32000),
     "202m": PairSize(ModelShape(1024, 12, 16, 4, 2816), ModelShape(128, 2, 4, 2, 384), 32000),
     "tiny": PairSize(ModelShape(128, 2, 4, 2, 256), ModelShape(64, 1, 2, 1, 128), 768),
 }

@@ -73,6 +73,13 @@ def test_every_part_reports_whatever_happens(
     assert capsys.readouterr().out.startswith("No CUDA device") and not (tmp_path / "results").exists()
 
 
+def test_every_part_has_its_time_within_its_group(tmp_path: Path) -> None:
+    """Seconds that a process takes to start are a group's, too."""
+    for name, group in check.GROUPS.items():
+        longest = max(part.seconds for part in group.parts(str(tmp_path)))
+        assert longest + 15 <= group.seconds <= check.BUDGET, name
+
+
 def test_numerics_refuse_a_wrong_kernel() -> None:
     shapes = [Shape(1, 4, 2, 3, 5, 40, 16, "fp32"), Shape(2, 2, 1, 4, 4, 64, 32, "fp16")]
 
