@@ -17,12 +17,11 @@ from ..runtime.bundle.bundle import (
     GENERATION,
     MANIFEST,
     EngineBundle,
-    FileRecord,
     Manifest,
-    file_record,
     write_manifest,
 )
 from ..runtime.bundle.checks import check_manifest
+from ..runtime.bundle.digests import FileRecord, file_record
 from ..runtime.bundle.staging import replaceable, staging_folder
 from ..runtime.engines.backends import BACKENDS
 from ..runtime.engines.base import EngineSpec

@@ -45,6 +45,7 @@ def add_parser(commands: Any) -> None:
     words = f"show the memory that N requests at a time need (default {REQUESTS})"
     parser.add_argument("--requests", type=positive, metavar="N", help=words)
     parser.add_argument("--chat-template", action="store_true", help="print the chat template, and nothing else")
+    parser.add_argument("--verify", action="store_true", help="read every file again, to find damage of the disk")
     parser.add_argument("--open", action="store_true", help="open the engines, too: for bundles that you trust")
     parser.set_defaults(run=run)
 
@@ -58,7 +59,7 @@ def run(args: argparse.Namespace) -> int:
     if is_buildable(args.bundle):
         built = "its first use, such as draftwood chat, builds a bundle, and draftwood cache names it"
         raise RequestError(f"{args.bundle} is a model: {built}; give the folder of a bundle")
-    bundle = EngineBundle.open(args.bundle)
+    bundle = EngineBundle.open(args.bundle, verify=args.verify)
     templates = read_templates(bundle.folder)
     template = templates.get(DEFAULT, next(iter(templates.values()), None))
     if args.chat_template:

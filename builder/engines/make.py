@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from ...models.bindings import ADDITIVE, COMPACT, LOW_BIT, activations, output_names
 from ...models.layers import num_parameters
-from ...runtime.bundle.bundle import FileRecord
+from ...runtime.bundle.digests import FileRecord
 from ...runtime.engines.backends import BACKENDS, PLAN, WEIGHTS, Opening
 from ...runtime.engines.base import Engine, EngineSpec
 from ...runtime.engines.onnx.onnxruntime import OnnxRuntimeEngine

@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 
-from ...models.layers import EMBEDDING_WEIGHT, Matrix, network_of
+from ...models.layers import Matrix, network_of
 from ...models.rope import rope_tables
 from ...plugins.native.packing import (
+    LAYOUT,
     PANEL,
     alternated,
     code_panels,
@@ -27,7 +28,7 @@ from ...plugins.native.packing import (
     pair_panels,
     panels,
 )
-from ...runtime.bundle.bundle import FileRecord
+from ...runtime.bundle.digests import FileRecord
 from ...runtime.engines.native.weights import (
     ACCEPTANCE,
     ALIGNMENT,
@@ -36,7 +37,6 @@ from ...runtime.engines.native.weights import (
     METADATA,
     Stored,
     expected_tensors,
-    layout_of,
 )
 from ..parallel import in_parts
 from ..quantization.formats import Quantized, QuantizedCheckpoint, RoundedCheckpoint, Weights, widened
@@ -80,14 +80,9 @@ class Packer:
         contents |= self.matrix(network.head)
         if self.head is not None:
             contents |= self.acceptance(self.head)
-        contents[network.embedding.name] = self.embedding(network.embedding_multiplier)
+        if not self.config.tie_embeddings:
+            contents |= self.matrix(network.embedding)
         return contents
-
-    def embedding(self, multiplier: float) -> Read:
-        """The embedding times its multiplier, because the kernels only look rows up."""
-        if multiplier == 1:
-            return lambda: self.checkpoint.tensor(EMBEDDING_WEIGHT)
-        return lambda: self.checkpoint.tensor(EMBEDDING_WEIGHT).astype(np.float32) * np.float32(multiplier)
 
     def acceptance(self, head: TrainedHead) -> dict[str, Read]:
         """The SpecDec++ head: each block's panels and bias, then the row that gives the log-odds."""
@@ -173,7 +168,7 @@ def write_weights(
     expected, contents = packer.expected(), packer.contents()
     last = {layer.matrices[-1].name: index for index, layer in enumerate(network_of(packer.config).layers)}
     ends = {[name for name in expected if name.startswith(f"{matrix}.")][-1]: at for matrix, at in last.items()}
-    header: dict[str, Any] = {METADATA: {LAYOUT_KEY: layout_of(packer.precision)}}
+    header: dict[str, Any] = {METADATA: {LAYOUT_KEY: LAYOUT}}
     end = 0
     for name, stored in expected.items():
         header[name] = {"dtype": stored.dtype, "shape": stored.shape, "data_offsets": (end, end + stored.nbytes)}

@@ -59,7 +59,7 @@ def calibrate(
     rounding = Rounding(rounding_kernels(), view.form)
     tables = (torch.from_numpy(table) for table in rope_tables(config, windows.shape[1]))
     rotary = Rotary._make(table[None, None] for table in tables)
-    rows = torch.from_numpy(view.stored(network.embedding.weights[0])[windows])
+    rows = torch.from_numpy(view.tensor(network.embedding.weights[0])[windows])
     rows = scaled(rows, network.embedding_multiplier)
     with torch.inference_mode():
         for index in range(config.num_layers):

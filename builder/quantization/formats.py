@@ -5,7 +5,7 @@
 
 fp8 is the first one with floating-point codes (E4M3: 3 bits of mantissa, up to 448), for GPUs that multiply them.
 
-On a CPU activations, norms, biases and the embedding stay fp32; on a GPU they, and the scales, are fp16. There
+On a CPU activations, norms, biases and a graph's embedding stay fp32; on a GPU they, and the scales, are fp16. There
 is no per-tensor dynamic int8 (one scale for all rows of a pass): a row's logits would depend on its siblings, by 10 %,
 and a verified token would no longer be the one that plain decoding gives.
 
@@ -72,11 +72,12 @@ class WeightFormat:
     scale_bytes: int = 4  # 2 for the native kernels' formats, which have fp16 scales for 32 inputs
     offset: bool = False  # a block has one, too; the native kernels' formats have them at 4 bits
     floating: bool = False  # codes are E4M3 numbers instead of integers
-    head: WeightFormat | None = None  # of the vocabulary projection, where it is another one
+    head: WeightFormat | None = None  # of embedding and vocabulary projection, where it is another one
+    embedding: bool = False  # whether the embedding is rounded, too, as the projection is
 
     def of(self, name: str) -> WeightFormat:
         """The format of a matrix, by the name of its tensor."""
-        return self.head if self.head is not None and name == HEAD_WEIGHT else self
+        return self.head if self.head is not None and name in (EMBEDDING_WEIGHT, HEAD_WEIGHT) else self
 
     def block_of(self, name: str, inputs: int) -> int:
         """How many of a matrix's inputs share a scale. Raises ConfigError when no block divides them."""
@@ -196,6 +197,7 @@ def format_of(backend: Backend, precision: str) -> WeightFormat:
         precision in backend.offsets,
         floating=precision == bindings.FP8,
         head=None if of_head is None else format_of(backend, of_head),
+        embedding=backend.rounds_embedding,
     )
 
 
@@ -210,8 +212,8 @@ class QuantizedCheckpoint:
     """A checkpoint seen through a weight format: every tensor as fp32, matrices rounded to the format.
 
     Two things are put in order on the way, and change no result: a feed-forward size that is no multiple of the
-    block is filled up with channels of zeros, and an embedding that is also the vocabulary projection is stored twice,
-    because only the projection is quantised.
+    block is filled up with channels of zeros, and an embedding that is also the vocabulary projection is stored twice
+    where only the projection is quantised.
     """
 
     def __init__(
@@ -221,7 +223,8 @@ class QuantizedCheckpoint:
         read. Raises ConfigError when a matrix cannot be stored in blocks."""
         self.source, self.form, self._rounded = source, form, rounded
         inner = -(-source.config.intermediate_size // form.block) * form.block
-        self.config = replace(source.config, intermediate_size=inner, tie_embeddings=False)
+        tied = source.config.tie_embeddings and form.embedding
+        self.config = replace(source.config, intermediate_size=inner, tie_embeddings=tied)
         self._shapes = network_of(self.config).tensors()
         self._recent: dict[str, Quantized] = {}  # of two layers
         for name, shape in self._shapes.items():
@@ -230,7 +233,7 @@ class QuantizedCheckpoint:
 
     def rounds(self, name: str) -> bool:
         """Whether a tensor is stored in the format."""
-        return len(self._shapes[name]) == 2 and name != EMBEDDING_WEIGHT
+        return len(self._shapes[name]) == 2 and (self.form.embedding or name != EMBEDDING_WEIGHT)
 
     def tensor(self, name: str) -> NDArray[np.float32]:
         """One tensor, fp32, as the engine has it. Raises CheckpointError as the source does."""
@@ -276,14 +279,13 @@ class RoundedCheckpoint:
 
     def __init__(self, source: Checkpoint, precision: str) -> None:
         self.source, self.precision, self.dtype = source, precision, HALF[precision]
-        self.config = replace(source.config, tie_embeddings=False)  # only the projection is rounded
+        self.config = source.config
 
     def tensor(self, name: str) -> NDArray[np.float32]:
-        """One tensor, fp32, as the engine has it: the embedding, norms and biases keep their precision. Raises
-        CheckpointError as the source does."""
+        """One tensor, fp32, as the engine has it: norms and biases keep their precision. Raises CheckpointError as the
+        source does."""
         stored = self.source.tensor(stored_name(self.source, name))
-        matrix = stored.ndim == 2 and name != EMBEDDING_WEIGHT
-        return widened(self.half(name)) if matrix else widened(stored)
+        return widened(self.half(name)) if stored.ndim == 2 else widened(stored)
 
     def half(self, name: str) -> NDArray[Any]:
         """A matrix in 16 bits. Raises CheckpointError as the source does, and where a weight is too large for fp16."""

@@ -17,7 +17,7 @@ from .packing import PANEL
 from .processor import KernelError, available
 from .residual import Offers, Row, bind_residual
 
-INTERFACE = 13  # what these structures say, as kernels/engine.h has it: one more with every change of either
+INTERFACE = 14  # what these structures say, as kernels/engine.h has it: one more with every change of either
 FORMATS = ("fp32", "fp16", "bf16", "int8", "int4")  # `enum format`, by precision
 NO_MEMORY = 1
 REFUSALS = {  # of draftwood_forward
@@ -81,12 +81,16 @@ class Model(Structure):
         ),
         *(
             (name, c_float)
-            for name in ("epsilon", "shift", "attention_scale", "residual_multiplier", "logits_multiplier")
+            for name in (
+                *("epsilon", "shift", "attention_scale"),
+                *("residual_multiplier", "logits_multiplier", "embedding_multiplier"),
+            )
         ),
-        *((name, c_void_p) for name in ("embedding", "norm", "cosine", "sine", "odds")),
+        *((name, c_void_p) for name in ("norm", "cosine", "sine", "odds")),
         ("layer", POINTER(Layer)),
         ("block", POINTER(Matrix)),
         ("head", Matrix),
+        ("embedding", Matrix),
     ]
 
 

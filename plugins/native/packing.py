@@ -20,8 +20,7 @@ PANEL = 16  # outputs; lanes of a vector in kernels/vector.h
 PAIR_BLOCK = 32  # inputs of bf16 whose products are added apart: kernels/bf16.h
 MIN_HALF = 2.0**-56  # smaller numbers of bf16 count as 0: kernels/bf16.h
 MIN_BITS = int(np.float32(MIN_HALF).view(np.uint32)) >> 16
-LAYOUT = "2"  # of matrices in a file of weights, the same for every processor; another one with every change of it
-LAYOUTS = {"bf16": "3", "int4": "3"}  # of precisions that changed alone
+LAYOUT = "4"  # of a file of weights, the same for every processor; another one with every change of it
 
 
 def whole_panels(size: int) -> int:

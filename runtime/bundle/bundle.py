@@ -29,11 +29,11 @@ from ..engines.base import Engine, EngineSpec
 from ..engines.onnx.file import EXTERNAL
 from ..text.tokenizer import SETTINGS, TEMPLATE, TOKENIZER
 from .checks import check_manifest
+from .digests import FileRecord, file_record, known_digest
 
 GENERATION = "generation_config.json"  # what the model's authors recommend for sampling: see defaults.py
 MANIFEST, COSTS = "manifest.json", "costs.json"
 FORMAT = 1  # increased when an older release could misread a newer bundle
-READ_BYTES = 1 << 20
 READ_BESIDE = (TOKENIZER, SETTINGS, TEMPLATE, GENERATION)  # optional files that are read by name
 
 
@@ -44,13 +44,6 @@ class Stamp(NamedTuple):
     inode: int
     size: int
     modified: int  # nanoseconds
-
-
-class FileRecord(NamedTuple):
-    """The expected size and digest of a file of the bundle."""
-
-    bytes: int
-    sha256: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +123,7 @@ class Manifest:
 
 @dataclass(frozen=True, slots=True)
 class EngineBundle:
-    """A bundle whose files were all checked against its manifest."""
+    """A bundle whose files were all checked against its manifest, since they last changed."""
 
     folder: Path
     manifest: Manifest
@@ -138,9 +131,10 @@ class EngineBundle:
     private: bool = False  # engines copy their weights into memory instead of mapping files
 
     @classmethod
-    def open(cls, folder: Path, private: bool = False) -> EngineBundle:
-        """Check a bundle: format, checksum, and size and digest of every file. private: see the class. Raises
-        BundleError naming the fix, and ConfigError for `private` where no engine maps its weights."""
+    def open(cls, folder: Path, private: bool = False, verify: bool = False) -> EngineBundle:
+        """Check a bundle: format, checksum, and size and digest of every file. private: see the class. verify: read
+        large files again that were read before and did not change. Raises BundleError naming the fix, and ConfigError
+        for `private` where no engine maps its weights."""
         if not folder.is_dir():
             raise BundleError(
                 f"{folder} is neither a bundle nor a model: give the folder of a bundle or of a Hugging Face model, a "
@@ -161,7 +155,7 @@ class EngineBundle:
             raise BundleError(f"{folder / unlisted[0]} is not listed in {MANIFEST}: remove it, or rebuild")
         stamps = {name: stamp(folder / name) for name in manifest.files}
         for name, record in manifest.files.items():
-            check_file(folder / name, record, stamps[name].size)
+            check_file(folder / name, record, stamps[name].size, verify)
         bundle = cls(folder, manifest, stamps)
         if private and not bundle.mapped:
             raise ConfigError(
@@ -233,15 +227,6 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
     (folder / MANIFEST).write_text(text + "\n", encoding="utf-8")
 
 
-def file_record(file: Path) -> FileRecord:
-    """Size and digest of a file."""
-    digest = hashlib.sha256()
-    with file.open("rb") as handle:
-        while block := handle.read(READ_BYTES):
-            digest.update(block)
-    return FileRecord(file.stat().st_size, digest.hexdigest())
-
-
 def stamp(file: Path) -> Stamp:
     """The file's Stamp. Raises BundleError unless it is a plain file: a link could lead out of the bundle, and a pipe
     would block its reader."""
@@ -255,11 +240,11 @@ def stamp(file: Path) -> Stamp:
     return Stamp(found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns)
 
 
-def check_file(file: Path, record: FileRecord, size: int) -> None:
-    """Raises BundleError for another size or digest."""
+def check_file(file: Path, record: FileRecord, size: int, verify: bool) -> None:
+    """Raises BundleError for another size or digest. verify: see `EngineBundle.open`."""
     if size != record.bytes:
         raise BundleError(f"{file} has {size} bytes instead of {record.bytes}: copy the bundle again, or rebuild it")
-    if file_record(file).sha256 != record.sha256:
+    if (file_record(file).sha256 if verify else known_digest(file)) != record.sha256:
         raise BundleError(f"{file} is damaged (its SHA-256 differs): copy the bundle again, or rebuild it")
 
 

@@ -10,11 +10,10 @@ from __future__ import annotations
 import json
 import os
 import re
-import stat
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from glob import escape
 from pathlib import Path
 from typing import NamedTuple
@@ -22,7 +21,9 @@ from typing import NamedTuple
 from ...models.errors import BundleError, CheckpointError, ConfigError, DraftwoodError, EngineError, shown
 from ...models.release import own_version
 from ...plugins.native.cache import CACHE, cache_folder
-from .bundle import FORMAT, MANIFEST, checksum, file_record
+from ...plugins.native.packing import LAYOUT
+from .bundle import FORMAT, MANIFEST, checksum
+from .digests import known_digest
 
 GGUF = ".gguf"
 NONE, SELF = "none", "self:"  # words in the place of a draft's path; a folder of that name is written ./none
@@ -30,8 +31,6 @@ CONFIG = "config.json"  # what a folder of Hugging Face has, and no bundle
 PART = re.compile(r"(.*-)\d{5}(-of-\d{5}\.gguf)", re.IGNORECASE | re.DOTALL)
 ID = re.compile(r"(?!\.)[\w.-]+/[\w.-]+(@[\w./-]+)?")  # of the Hub; builder/checkpoints/hub.py is stricter
 READ = (".safetensors", ".json", ".jinja", ".model", ".txt")  # files of a folder that a build may read
-LARGE = 1 << 24  # bytes of a file whose digest is kept
-DIGEST = re.compile(r"[0-9a-f]{64}")
 ENDING_S = 30.0  # for a build that is ended to remove its files
 
 
@@ -121,7 +120,7 @@ def asked_for(model: Model, quiet: bool) -> Path:
 def folder_of(model: Model, asked: str | None = None) -> Path:
     """The place of a model's bundle in the cache. Reads the files of the model and of the draft. asked: the model's
     name where the path is that of a download. Raises CheckpointError."""
-    chosen = [FORMAT, own_version(), model.precision, model.max_length]
+    chosen = [FORMAT, LAYOUT, own_version(), model.precision, model.max_length]
     chosen.append(digest(Path(model.path)))
     word = model.draft is None or model.draft == NONE or model.draft.startswith(SELF)
     chosen.append(model.draft if word else digest(Path(str(model.draft))))
@@ -148,30 +147,12 @@ def digest(path: Path) -> str:
             files = sorted(file for file in path.iterdir() if file.suffix in READ and file.is_file())
         else:
             files = sorted(path.parent.glob(f"{escape(part[1])}?????{escape(part[2])}")) if part else [path]
-        return checksum({file.name if path.is_dir() else str(place): read(file) for place, file in enumerate(files)})
+        return checksum(
+            {file.name if path.is_dir() else str(place): known_digest(file) for place, file in enumerate(files)}
+        )
     except OSError as error:
         reason = error.strerror or error
         raise CheckpointError(f"{path} cannot be read ({reason}): give the path of a .gguf file or a folder") from error
-
-
-def read(file: Path) -> str:
-    """The digest of a plain file; of a large one it is kept for as long as the file stays as it is, because reading
-    gigabytes takes seconds at each start. Raises OSError for others: a pipe would block its reader."""
-    found = file.stat()
-    if not stat.S_ISREG(found.st_mode):
-        raise OSError("it is no plain file")
-    if found.st_size < LARGE:
-        return file_record(file).sha256
-    place = [found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns]
-    note = cached_bundles().with_name("digests") / checksum({"file": place})[:16]
-    with suppress(OSError, UnicodeError):
-        if DIGEST.fullmatch(kept := note.read_text()):
-            return kept
-    known = file_record(file).sha256
-    with suppress(OSError):
-        note.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        note.write_text(known)
-    return known
 
 
 @contextmanager

@@ -18,11 +18,19 @@ from typing import NamedTuple
 
 from ...models.bindings import ROLES
 from ...models.errors import BundleError, EngineError
-from ...models.layers import network_of
 from ...models.plain_files import read_object
 from ...models.printable import shell_word
 from ...models.typed import typed
-from ..engines.backends import COMPILED, CPU, bits_of_weight, describe_backend, slot_bytes
+from ..engines.backends import (
+    COMPILED,
+    CPU,
+    describe_backend,
+    matrix_bytes,
+    num_weights,
+    pass_matrices,
+    slot_bytes,
+    stored_network,
+)
 from ..engines.base import EngineSpec
 from ..engines.gpus import find_driver
 from ..engines.limits import cores
@@ -106,11 +114,9 @@ def assumed_costs(target: EngineSpec, draft: EngineSpec | None, provider: str = 
 
 
 def pass_sizes(spec: EngineSpec) -> PassSizes:
-    """What a pass of an engine reads. The embedding does not count, because its rows are only looked up."""
-    network = network_of(spec.model)
-    matrices = (*(matrix for layer in network.layers for matrix in layer.matrices), network.head)
-    parameters = sum(matrix.inputs * sum(matrix.outputs) for matrix in matrices)
-    return PassSizes(parameters, parameters * bits_of_weight(spec) / 8, slot_bytes(spec))
+    """What a pass of an engine reads."""
+    matrices = pass_matrices(stored_network(spec))
+    return PassSizes(num_weights(matrices), matrix_bytes(spec, matrices), slot_bytes(spec))
 
 
 def release(backend: str) -> str:

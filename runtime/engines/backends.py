@@ -6,7 +6,7 @@ A new backend over an exported graph or packed weights needs one entry here and 
 from __future__ import annotations
 
 import platform
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from ...models.bindings import ADDITIVE, BITS, COMPACT, HALF, INTEGERS, LOW_BIT, activations
 from ...models.errors import EngineError
-from ...models.layers import network_of
+from ...models.layers import EMBEDDING, HEAD, Matrix, Network, network_of
 from ...plugins.installation import install
 from ...plugins.native.cache import check_available, kernel_identity
 from ...plugins.native.compile import CompilerError
@@ -60,9 +60,10 @@ class Backend:
     precisions: those that a build can make, the default first. file: GRAPH, WEIGHTS or PLAN. blocks: the largest block
     of a low-bit matrix (inputs that share a scale), by precision. scale_bytes: bytes of a scale. offsets: precisions
     whose blocks have an offset, too. heads: the precision of the vocabulary projection where it is another one, by that
-    of the other matrices. caches: precisions of keys and values that a build can choose, first that in which they are
-    computed; none: they are stored as activations are. beside: defaults other than the first one, by the precision of
-    weights. draft_precision: the default precision of a draft; None: that of the target.
+    of the other matrices. rounds_embedding: whether the embedding is stored as the projection is. caches: precisions of
+    keys and values that a build can choose, first that in which they are computed; none: they are stored as activations
+    are. beside: defaults other than the first one, by the precision of weights. draft_precision: the default precision
+    of a draft; None: that of the target.
 
     form: form of the graph, ADDITIVE or COMPACT. grows: whether caches grow, so that many sequences can share one.
     panels: whether values are stored in whole panels of 16 numbers. pads: whether a pass also computes the rows of
@@ -87,6 +88,7 @@ class Backend:
     scale_bytes: int = 4
     offsets: tuple[str, ...] = ()
     heads: Mapping[str, str] = field(default_factory=dict)
+    rounds_embedding: bool = False
     caches: tuple[str, ...] = ()
     beside: Mapping[str, str] = field(default_factory=dict)
     draft_precision: str | None = None
@@ -186,6 +188,7 @@ NATIVE = Backend(
     scale_bytes=2,
     offsets=native.OFFSETS,
     heads=native.HEADS,
+    rounds_embedding=True,
     caches=("fp32", "fp16", "int8"),
     beside=dict.fromkeys((*HALF, *INTEGERS), "fp16"),  # where it adds nothing that can be measured: docs/native.md
     draft_precision="int8",
@@ -218,21 +221,44 @@ UNLISTED = replace(ONNXRUNTIME, name="", precisions=(), release=lambda: None, bl
 
 
 def bits_of_weight(spec: EngineSpec) -> float:
-    """Mean bits of a weight in the matrices that a pass multiplies with, scales and offsets included. The embedding
-    does not count, because its rows are only looked up."""
+    """Mean bits of a weight in the file: of all matrices and the embedding, with scales, offsets and copies."""
+    backend, network = describe_backend(spec.backend), stored_network(spec)
+    embedding, tied = (network.embedding,), spec.model.tie_embeddings
+    once = pass_matrices(network) + (() if tied else embedding)
+    copied = tied and not backend.rounds_embedding and spec.precision in backend.blocks
+    return 8 * matrix_bytes(spec, once + (embedding if copied else ())) / num_weights(once)
+
+
+def stored_network(spec: EngineSpec) -> Network:
+    """The description of a model whose feed-forward size divides into blocks."""
+    most = describe_backend(spec.backend).blocks.get(spec.precision, 1)
+    return network_of(replace(spec.model, intermediate_size=-(-spec.model.intermediate_size // most) * most))
+
+
+def pass_matrices(network: Network) -> tuple[Matrix, ...]:
+    """Those that a pass multiplies with. Of the embedding only rows are looked up."""
+    return (*(part for layer in network.layers for part in layer.matrices), network.head)
+
+
+def num_weights(matrices: Iterable[Matrix]) -> int:
+    return sum(matrix.inputs * sum(matrix.outputs) for matrix in matrices)
+
+
+def matrix_bytes(spec: EngineSpec, matrices: Iterable[Matrix]) -> float:
+    """Bytes of matrices in an engine's file, scales and offsets included."""
     backend, computed = describe_backend(spec.backend), activations(spec.precision, describe_backend(spec.backend).form)
-    if (most := backend.blocks.get(spec.precision)) is None:
-        return 8.0 * ITEM_BYTES[spec.precision]
-    inner = -(-spec.model.intermediate_size // most) * most
-    network = network_of(replace(spec.model, intermediate_size=inner))
-    weights = bits = 0.0
-    for matrix in (*(part for layer in network.layers for part in layer.matrices), network.head):
-        own = backend.heads.get(spec.precision, spec.precision) if matrix == network.head else spec.precision
+    most, bits = backend.blocks.get(spec.precision), 0.0
+    for matrix in matrices:
+        size, own = num_weights([matrix]), spec.precision
+        if most is None or (matrix.name == EMBEDDING and not backend.rounds_embedding):
+            bits += size * 8 * ITEM_BYTES[spec.precision if most is None else computed]
+            continue
+        if matrix.name in (EMBEDDING, HEAD):
+            own = backend.heads.get(own, own)
         beside = 8 * (1 + (own in backend.offsets)) * min(backend.scale_bytes, ITEM_BYTES[computed])  # bits of a block
-        size = matrix.inputs * sum(matrix.outputs)
         block = next(block for block in BLOCKS if block <= most and matrix.inputs % block == 0)
-        weights, bits = weights + size, bits + size * (BITS[own] + beside / block)
-    return bits / weights
+        bits += size * (BITS[own] + beside / block)
+    return bits / 8
 
 
 def cache_precision(spec: EngineSpec) -> str:

@@ -203,11 +203,15 @@ def test_onnx_runtime_takes_its_low_bit_kernel_for_every_matrix(precision: str, 
 
 
 def test_only_matrices_are_rounded_and_a_tied_embedding_is_kept(tmp_path: Path) -> None:
+    """In graphs; the native engine rounds the embedding as it does the projection, and keeps one of both."""
     source = Checkpoint(write_checkpoint(tmp_path / "checkpoint", "tied", attention_bias=True))
     view = QuantizedCheckpoint(source, WeightFormat(4))
     embedding = source.tensor("model.embed_tokens.weight")
     np.testing.assert_array_equal(view.tensor("model.embed_tokens.weight"), embedding)
     head = view.tensor("lm_head.weight")
+    tied = QuantizedCheckpoint(source, WeightFormat(4, embedding=True))
+    assert tied.config.tie_embeddings
+    np.testing.assert_array_equal(tied.tensor("model.embed_tokens.weight"), head)
     assert 0 < np.abs(head - embedding).max() < 0.2 * np.abs(embedding).max()
     for name in ("model.norm.weight", "model.layers.0.self_attn.q_proj.bias"):
         np.testing.assert_array_equal(view.tensor(name), source.tensor(name))

@@ -16,7 +16,8 @@ from steps import quiet
 from draftwood.builder.options import BuildOptions
 from draftwood.builder.pipeline import build
 from draftwood.plugins.native.cache import CACHE, cache_folder
-from draftwood.runtime.bundle.bundle import COSTS, MANIFEST, checksum, file_record
+from draftwood.runtime.bundle.bundle import COSTS, MANIFEST, checksum
+from draftwood.runtime.bundle.digests import file_record
 
 ROOT = Path(__file__).resolve().parents[2]
 TEST_DATA = "DRAFTWOOD_TEST_DATA"  # the environment variable that names the folder of optional data

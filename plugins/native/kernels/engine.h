@@ -3,7 +3,7 @@
 #include "attention.h"
 #include "threads.h"
 
-#define INTERFACE 13 /* of these structures; see library.py */
+#define INTERFACE 14 /* of these structures; see library.py */
 #define STRIDE 128 /* rows of activations are filled up to whole blocks */
 #define PHASES_OF_LAYER 11 /* at most */
 #define PHASES_BESIDE 7 /* and one for each block of the head of SpecDec++ */
@@ -22,11 +22,11 @@ struct layer {
 /* blocks, shift, odds, block: of SpecDec++'s head. */
 struct model {
     int32_t vocab, hidden, inner, layers, heads, kv_heads, head_dim, positions, blocks;
-    float epsilon, shift, attention_scale, residual_multiplier, logits_multiplier;
-    const float *embedding, *norm, *cosine, *sine, *odds; /* cosine, sine: [positions][pairs] */
+    float epsilon, shift, attention_scale, residual_multiplier, logits_multiplier, embedding_multiplier;
+    const float *norm, *cosine, *sine, *odds; /* cosine, sine: [positions][pairs] */
     const struct layer *layer;
     const struct matrix *block;
-    struct matrix head;
+    struct matrix head, embedding; /* one matrix where they are tied */
 };
 
 /* What a token is drawn from. Of the row's softmax at this temperature, where `sums` is not null: sums, their total and

@@ -1,6 +1,7 @@
 /* One pass of a LLaMA over the rows of a token tree, behind a cache that it extends in place. */
 #include "acceptance.h"
 #include "commit.h"
+#include "embedding.h"
 #include "engine.h"
 #include "instructions.h"
 #include "residual.h"
@@ -164,10 +165,9 @@ static void transform(struct cursor *cursor, struct engine *engine, const struct
     const struct model *model = &engine->model;
     struct rows *hidden = &engine->hidden, *normed = &engine->normed, *merged = &engine->merged;
     for (int row; (row = claim(cursor, pass->rows)) >= 0;) {
-        memcpy(hidden->values + (size_t)row * hidden->stride, model->embedding + pass->tokens[row] * model->hidden,
-               model->hidden * sizeof(float));
-        memset(hidden->values + (size_t)row * hidden->stride + model->hidden, 0,
-               (hidden->stride - model->hidden) * sizeof(float)); /* an infinity of another pass must not stay */
+        float *values = hidden->values + (size_t)row * hidden->stride;
+        look_up(&model->embedding, pass->tokens[row], model->hidden, model->embedding_multiplier, values);
+        memset(values + model->hidden, 0, (hidden->stride - model->hidden) * sizeof(float)); /* no infinity stays */
         pack_mask(&engine->mask, row, pass->mask, pass->length, pass->columns);
         normalize(model, hidden, row, model->layer->input_norm, normed, row, &model->layer->qkv);
     }

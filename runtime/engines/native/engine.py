@@ -265,9 +265,11 @@ def native_model(spec: EngineSpec, weights: dict[str, NDArray[Any]]) -> Model:
         network.layers[0].attention_scale,
         network.layers[0].residual_multiplier,
         network.logits_multiplier,
-        *(address(weights[name]) for name in (network.embedding.name, network.norm.name, "cosine", "sine")),
+        network.embedding_multiplier,
+        *(address(weights[name]) for name in (network.norm.name, "cosine", "sine")),
         address(weights[f"{ACCEPTANCE}odds"]) if headed else None,
         decoder,
         (Matrix * len(blocks))(*blocks),
         described(network.head),
+        described(network.head if model.tie_embeddings else network.embedding),
     )

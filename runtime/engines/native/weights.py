@@ -24,14 +24,14 @@ from ....models.config import LlamaConfig
 from ....models.errors import EngineError
 from ....models.layers import EMBEDDING, HEAD, Matrix, Network, network_of
 from ....plugins.native.library import BLOCK
-from ....plugins.native.packing import LAYOUT, LAYOUTS, PAIR_BLOCK, PANEL, whole_panels
+from ....plugins.native.packing import LAYOUT, PAIR_BLOCK, PANEL, whole_panels
 from ..base import EngineSpec
 
 # By safetensors' names. 16-bit floats and scales are stored as unsigned integers of the same bits.
 DTYPES: dict[str, np.dtype[Any]] = {"F32": np.dtype("float32"), "U16": np.dtype("uint16"), "U8": np.dtype("uint8")}
 STORED = {"fp32": "F32", "fp16": "U16", "bf16": "U16", "int8": "U8", "int4": "U8"}  # matrices, by precision
 OFFSETS = ("int4",)  # precisions whose blocks have an offset beside the scale
-HEADS = {"int4": "int8"}  # of the vocabulary projection, where it is another one; docs/precision.md says why
+HEADS = {"int4": "int8"}  # of embedding and projection, where it is another one; docs/precision.md says why
 METADATA, LAYOUT_KEY = "__metadata__", "draftwood_layout"
 ACCEPTANCE = "acceptance."  # prefix of the names of an acceptance head's tensors
 ALIGNMENT = 64  # bytes of a vector
@@ -54,14 +54,9 @@ class Stored(NamedTuple):
         return math.prod(self.shape) * DTYPES[self.dtype].itemsize
 
 
-def layout_of(precision: str) -> str:
-    """The layout in which this release stores matrices of a precision."""
-    return LAYOUTS.get(precision, LAYOUT)
-
-
 def precision_of(matrix: Matrix, precision: str) -> str:
     """The precision of one matrix of an engine."""
-    return HEADS.get(precision, precision) if matrix.name == HEAD else precision
+    return HEADS.get(precision, precision) if matrix.name in (HEAD, EMBEDDING) else precision
 
 
 def packed_network(config: LlamaConfig, precision: str) -> Network:
@@ -79,7 +74,8 @@ def packed_rows(matrix: Matrix) -> int:
 def expected_tensors(
     config: LlamaConfig, precision: str, positions: int, head_blocks: int | None
 ) -> Iterator[tuple[str, Stored]]:
-    """Name, dtype and shape of every tensor, in the order in which a pass reads them; the embedding is last.
+    """Name, dtype and shape of every tensor, in the order in which a pass reads them; an embedding that is not
+    tied to the projection is last.
 
     positions: positions in the rotary tables. head_blocks: blocks of the acceptance head, None without one. Raises
     EngineError when the inputs of a matrix do not divide into blocks.
@@ -120,7 +116,8 @@ def expected_tensors(
             name = f"{ACCEPTANCE}block.{block}"
             yield f"{name}.weights", Stored("F32", (whole_panels(hidden) // PANEL, hidden, PANEL))
             yield f"{name}.bias", vector(hidden)
-    yield EMBEDDING, Stored("F32", (config.vocab_size, hidden))
+    if not config.tie_embeddings:
+        yield from matrix(network.embedding)
 
 
 def blocks_of(precision: str, name: str, inputs: int) -> int:
@@ -136,7 +133,7 @@ def read_weights(path: Path, spec: EngineSpec, private: bool = False) -> Weights
     EngineError when the file cannot be read or differs from the spec."""
     try:
         with path.open("rb") as file:
-            places = read_header(file.read(8), file.read, path.stat().st_size, spec.precision)
+            places = read_header(file.read(8), file.read, path.stat().st_size)
             check_tensors(path.name, {name: place.stored for name, place in places.items()}, spec)
             size = max(place.end for place in places.values())
             memory = copied(file, size) if private else mapped(file, size)
@@ -182,15 +179,15 @@ def check_weights(path: Path, spec: EngineSpec) -> None:
     """Compare the header of a file with a spec and read nothing else. Raises EngineError."""
     try:
         with path.open("rb") as file:
-            places = read_header(file.read(8), file.read, path.stat().st_size, spec.precision)
+            places = read_header(file.read(8), file.read, path.stat().st_size)
     except (OSError, ValueError, RecursionError) as error:
         raise EngineError(f"{path.name} cannot be read ({error}): rebuild the bundle") from error
     check_tensors(path.name, {name: place.stored for name, place in places.items()}, spec)
 
 
-def read_header(prefix: bytes, read: Callable[[int], bytes], file_bytes: int, precision: str) -> dict[str, Place]:
-    """Read the place of each tensor. prefix: the first 8 bytes of the file. read: reads the next bytes. precision: of
-    the matrices. Raises ValueError when the header does not describe a file of `file_bytes` bytes."""
+def read_header(prefix: bytes, read: Callable[[int], bytes], file_bytes: int) -> dict[str, Place]:
+    """Read the place of each tensor. prefix: the first 8 bytes of the file. read: reads the next bytes. Raises
+    ValueError when the header does not describe a file of `file_bytes` bytes."""
     length = int.from_bytes(prefix, "little")
     if len(prefix) < 8 or not 0 < length <= min(file_bytes - 8, MAX_HEADER_BYTES):
         raise ValueError("its header is cut off")
@@ -201,8 +198,8 @@ def read_header(prefix: bytes, read: Callable[[int], bytes], file_bytes: int, pr
         raise ValueError("its header is no object")
     metadata = header.pop(METADATA, None)
     layout = metadata.get(LAYOUT_KEY) if isinstance(metadata, dict) else None
-    if layout != layout_of(precision):
-        raise ValueError(f"it was packed by another release, in layout {layout!r} instead of {layout_of(precision)!r}")
+    if layout != LAYOUT:
+        raise ValueError(f"it was packed by another release, in layout {layout!r} instead of {LAYOUT!r}")
     places = {name: place_of(name, entry) for name, entry in header.items()}
     end = 0
     for name, place in sorted(places.items(), key=lambda item: item[1][1:]):

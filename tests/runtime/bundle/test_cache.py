@@ -19,12 +19,13 @@ from checkpoints import write_checkpoint, write_tokenizer
 from gguf import GGMLQuantizationType as Kind
 from gguf_files import write_gguf
 
-from draftwood import LLM, AsyncLLM, CheckpointError, ConfigError, SamplingParams
+from draftwood import LLM, AsyncLLM, BundleError, CheckpointError, ConfigError, SamplingParams
 from draftwood.cli.main import main
 from draftwood.plugins.native.cache import CACHE
-from draftwood.runtime.bundle import cache
-from draftwood.runtime.bundle.bundle import MANIFEST, EngineBundle, FileRecord, file_record
+from draftwood.runtime.bundle import cache, digests
+from draftwood.runtime.bundle.bundle import MANIFEST, EngineBundle
 from draftwood.runtime.bundle.cache import Model, bundle_of, folder_of, is_buildable
+from draftwood.runtime.bundle.digests import FileRecord, file_record
 
 GENERATE = [sys.executable, "-m", "draftwood", "generate"]
 GREEDY = SamplingParams(max_tokens=6, temperature=0, ignore_eos=True)
@@ -92,26 +93,55 @@ def test_what_was_built_is_found_by_its_content(model: Path, tmp_path: Path) -> 
     assert folder_of(Model(str(copy))) not in folders
 
 
-def test_the_digest_of_a_large_file_is_kept_until_the_file_changes(
-    bundles: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(cache, "LARGE", 4)
-    file, seen = tmp_path / "model.gguf", list[Path]()
-    file.write_bytes(b"first")
-    known = cache.digest(file)
-    record = file_record
+@pytest.fixture
+def seen(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
+    """The files that are read for their digests. Every file is large, and nobody waits until it has settled."""
+    monkeypatch.setattr(digests, "LARGE", 0)
+    monkeypatch.setattr(digests, "SETTLED_NS", -(10**18))
+    seen = list[Path]()
 
     def counted(path: Path) -> FileRecord:
         seen.append(path)
-        return record(path)
+        return file_record(path)
 
-    monkeypatch.setattr(cache, "file_record", counted)
-    assert cache.digest(file) == known and not seen
-    file.write_bytes(b"other")
-    assert cache.digest(file) != known and seen == [file]
+    monkeypatch.setattr(digests, "file_record", counted)
+    return seen
+
+
+def test_the_digest_of_a_large_file_is_kept_until_the_file_changes(
+    bundles: Path, tmp_path: Path, seen: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "model.gguf"
+    file.write_bytes(b"first")
+    known = cache.digest(file)
+    assert cache.digest(file) == known and seen == [file]
+    file.write_bytes(b"longer")
+    assert cache.digest(file) != known and len(seen) == 2
     for note in (bundles.parent / "digests").iterdir():
         note.write_bytes(b"\xff damaged")
-    assert cache.digest(file) == cache.digest(file) and len(seen) == 2
+    assert cache.digest(file) == cache.digest(file) and len(seen) == 3
+    monkeypatch.setattr(digests, "SETTLED_NS", 10**18)  # changed a moment ago
+    file.write_bytes(b"other")
+    assert cache.digest(file) == cache.digest(file) and len(seen) == 5
+
+
+@pytest.mark.usefixtures("bundles")
+def test_a_bundle_is_read_once(demo_bundle: Path, tmp_path: Path, seen: list[Path]) -> None:
+    shutil.copytree(demo_bundle, folder := tmp_path / "bundle")
+    count = len(EngineBundle.open(folder).manifest.files)
+    EngineBundle.open(folder)
+    assert len(seen) == count
+    file = folder / "target.onnx"
+    content, times = file.read_bytes(), file.stat()
+    file.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    os.utime(file, ns=(times.st_atime_ns, times.st_mtime_ns))
+    with pytest.raises(BundleError, match=r"target\.onnx is damaged"):
+        EngineBundle.open(folder)
+    note = digests.note_of(file.stat())
+    assert len(seen) == count + 1 and note is not None
+    note.write_text(EngineBundle.open(demo_bundle).manifest.files[file.name].sha256)  # damage that leaves no trace
+    EngineBundle.open(folder)
+    assert main(["inspect", str(folder)]) == 0 and main(["inspect", "--verify", str(folder)]) == 2
 
 
 @pytest.mark.usefixtures("first_use")

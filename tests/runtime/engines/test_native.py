@@ -128,9 +128,9 @@ def test_bits_of_a_weight_are_those_of_the_file(precision: str, tmp_path: Path) 
     inner, hidden = model.intermediate_size, model.hidden_size
     last = -(-inner // PAIR_BLOCK) * PAIR_BLOCK if precision == "bf16" else inner
     of_layer = hidden * (2 * model.query_size + 2 * model.kv_size + 2 * inner + last)
-    weights = model.num_layers * of_layer + hidden * model.vocab_size
-    projection = hidden * model.vocab_size / weights  # its share
-    expected = {"fp32": 32, "fp16": 16, "bf16": 16, "int8": 8.5, "int4": 5 + 3.5 * projection}[precision]
+    tables = 2 * hidden * model.vocab_size  # the embedding and the projection
+    weights = model.num_layers * of_layer + tables
+    expected = {"fp32": 32, "fp16": 16, "bf16": 16, "int8": 8.5, "int4": 5 + 3.5 * tables / weights}[precision]
     assert bits_of_weight(engine.spec) == pytest.approx(8 * sum(parts) / weights) == pytest.approx(expected)
 
 

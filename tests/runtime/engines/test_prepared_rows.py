@@ -15,11 +15,11 @@ from native_parts import held, open_native, spec_of
 from numpy.typing import NDArray
 
 from draftwood.models.errors import EngineError
+from draftwood.plugins.native.packing import PANEL
 from draftwood.runtime import LLM, SamplingParams, SpeculativeConfig
 from draftwood.runtime.engines.base import ForwardOutput, Pass
 from draftwood.runtime.engines.native.engine import NativeEngine
 from draftwood.runtime.engines.native.softmax import MAX_ASKED, ROOM, PreparedSoftmax
-from draftwood.runtime.engines.native.weights import packed_network
 from draftwood.runtime.engines.passes import prefill
 from draftwood.runtime.engines.shared.pool import PooledEngine
 from draftwood.runtime.sampling.random import seeded_streams
@@ -46,7 +46,7 @@ def engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     folder = tmp_path_factory.mktemp("prepared")
     open_native(weights, spec, folder).close()
     opened = NativeEngine(folder / "target.weights", spec, request.param, private=True)
-    opened._weights[packed_network(spec.model, "int8").embedding.name][NAN] = np.nan
+    opened._weights["embedding.scales"][NAN // PANEL, :, NAN % PANEL] = np.float16(np.nan).view(np.uint16)
     return opened
 
 

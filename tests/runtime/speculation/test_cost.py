@@ -23,7 +23,7 @@ from draftwood.models.bindings import ROLES
 from draftwood.models.config import LlamaConfig
 from draftwood.models.errors import BundleError
 from draftwood.models.layers import num_parameters
-from draftwood.runtime.bundle.bundle import COSTS, FileRecord, Manifest
+from draftwood.runtime.bundle.bundle import COSTS, Manifest
 from draftwood.runtime.bundle.costs import (
     assumed_costs,
     differences,
@@ -32,6 +32,7 @@ from draftwood.runtime.bundle.costs import (
     read_costs,
     write_costs,
 )
+from draftwood.runtime.bundle.digests import FileRecord
 from draftwood.runtime.engines.gpus import Driver, Gpu
 from draftwood.runtime.speculation.planning.cost import CostModel, HostCosts, PassCosts, assumed
 from draftwood.runtime.speculation.planning.gpu import UNKNOWN, PassSizes, gpu_named, pass_seconds, predicted
