@@ -65,7 +65,7 @@ TESTS = {
         "test_lossless",
     ),
     "runtime/decoding/state.py": ("test_decoder", "test_room", "test_llm", *CONTROLLER, "test_lossless"),
-    "runtime/decoding/round.py": ("test_decoder", "test_room", *EXPLAIN, *CONTROLLER, "test_llm"),
+    "runtime/decoding/round.py": ("test_lookup_alone", "test_decoder", "test_room", *EXPLAIN, *CONTROLLER, "test_llm"),
     "runtime/speculation/planning/budget.py": CONTROLLER,
     "runtime/speculation/planning/prices.py": ("test_shared_arrays", *CONTROLLER),
     "runtime/speculation/planning/cost.py": ("test_cost", *CONTROLLER, "test_profile", "test_planning"),

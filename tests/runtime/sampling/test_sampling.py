@@ -49,6 +49,15 @@ def test_a_draft_leaves_out_only_the_tail(seed: int, changes: dict[str, float]) 
     assert q.probs / p[q.ids] == pytest.approx(q.probs[0] / p[q.ids][0])
 
 
+@pytest.mark.parametrize("spread", [1.0, 8.0])
+def test_ranked_tokens_have_the_log_probabilities_of_the_whole_row(spread: float) -> None:
+    scores = scores_of(3, 500, spread)
+    ids, logprobs = sampler(500).ranking(scores, [], 6)
+    expected = scores - np.log(np.exp(scores.astype(np.float64)).sum())
+    assert ids.tolist() == np.argsort(-scores)[:6].tolist()
+    np.testing.assert_allclose(logprobs, expected[ids], atol=1e-4)
+
+
 def plainly_truncated(scores: NDArray[np.float32], top_k: int, top_p: float, min_p: float) -> NDArray[np.float64]:
     """By the definitions: everything sorted, nothing skipped."""
     weights = np.exp((scores.astype(np.float64) - scores.max()) / 0.8)
