@@ -129,7 +129,7 @@ def open_tensorrt(path: Path, spec: EngineSpec, how: Opening) -> Engine:
 def check_onnxruntime(plan: TensorRTPlan | None) -> None:
     """See Backend.check_machine."""
     if find_spec("onnxruntime") is None:
-        raise EngineError(f"onnxruntime is not installed: {install('cpu')}")
+        raise EngineError(f"onnxruntime is not installed: {install('onnxruntime')}")
 
 
 def check_native(plan: TensorRTPlan | None) -> None:
