@@ -17,12 +17,12 @@ CPU_TORCH = if [ "$$(uname -s)" = Linux ] && [ -z "$$PIP_EXTRA_INDEX_URL" ] && !
 	python3 -m venv .venv
 	$(PY) -m pip install -q -U pip
 	@$(CPU_TORCH)
-	$(PY) -m pip install -q -c constraints.txt -e '.[cpu,build,serve,structured]'
+	$(PY) -m pip install -q -c constraints.txt -e '.[onnxruntime,train]'
 	touch $@
 
 # What checks need on top: every backend and server, so that tests run against the real ones.
 .venv/dev: .venv/ready
-	$(PY) -m pip install -q -c constraints.txt -e '.[cpu,build,completion,kernel,otel,tensorrt-rtx,serve,structured,triton]' --group dev
+	$(PY) -m pip install -q -c constraints.txt -e '.[onnxruntime,train,completion,kernel,otel,tensorrt-rtx,triton]' --group dev
 	touch $@
 
 BUILD = $(PY) build_engines.py --draft $(PAIR)/draft --acceptance-head $(PAIR)/head --precision fp32

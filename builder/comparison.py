@@ -22,7 +22,7 @@ from ..models.config import LlamaConfig
 from ..models.errors import EngineError
 from ..models.families import Variant
 from ..models.layers import Matrix, network_of
-from ..plugins.installation import install
+from ..plugins.installation import lacking
 from ..runtime.engines.backends import BACKENDS, BLOCKS, WEIGHTS, Backend, Opening
 from ..runtime.engines.base import Engine, EngineSpec
 from ..runtime.engines.comparison import Comparison
@@ -129,7 +129,7 @@ def make(config: LlamaConfig, backend: Backend, precision: str, folder: Path, th
         try:
             from .engines.export import export
         except ModuleNotFoundError as error:
-            raise EngineError(f"{error.name} is not installed: {install('build', 'cpu')}") from error
+            raise EngineError(f"a comparison needs {lacking(error)}") from error
         export(weights, TARGET, capacity, folder / spec.file, lambda name: None, precision=precision)  # type: ignore[arg-type]
     return backend.open(folder / spec.file, spec, Opening(threads))
 

@@ -1,4 +1,4 @@
-"""Parity: a bundle is only written if each engine's logits equal the torch reference's."""
+"""Parity: a bundle is only written if each engine's logits equal the reference's."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Scored(NamedTuple):
 
 
 def largest_difference(engine: Engine, reference: Scored, rounding: str | None = None) -> float:
-    """Run a prompt and a token tree through an engine. reference: what the torch reference says of `rows_of` the
+    """Run a prompt and a token tree through an engine. reference: what the reference says of `rows_of` the
     engine's spec. rounding: the precision of the engine's activations; None means the engine's precision.
 
     Returns the largest difference of two logits, divided by the largest logit if that exceeds 1. Raises BundleError if
@@ -63,7 +63,7 @@ def largest_difference(engine: Engine, reference: Scored, rounding: str | None =
         first = end
     if not worst <= coarser * TOLERANCE:
         raise BundleError(
-            f"the {engine.spec.role} engine differs from the torch reference by {worst:.1e} of its largest logit, "
+            f"the {engine.spec.role} engine differs from the reference by {worst:.1e} of its largest logit, "
             f"more than {coarser * TOLERANCE:.0e}: this is a bug of the exporter or the backend, please report the "
             "checkpoint"
         )
@@ -89,7 +89,7 @@ def refuse_another_head(found: NDArray[np.float32], expected: NDArray[np.float32
     difference = float(np.abs(found - expected).max())
     if not difference <= tolerance:
         raise BundleError(
-            f"the acceptance head differs from the torch reference by {difference:.1e}, more than "
+            f"the acceptance head differs from the reference by {difference:.1e}, more than "
             f"{tolerance:.0e}: this is a bug of the exporter or the backend, please report the head"
         )
 

@@ -6,9 +6,9 @@ import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from ..models import errors
+from ..models.acceptance_head import TrainedHead, read_head
 from ..models.bindings import DRAFT, ROLES, TARGET
 from ..models.errors import BundleError, CheckpointError, ConfigError
 from ..models.layers import num_parameters
@@ -36,9 +36,6 @@ from .progress import Begin, Step, remark
 from .quantization.formats import FORMATS, Quantized, QuantizedCheckpoint, Weights
 from .tokenizer import check_known, check_same_vocabulary
 
-if TYPE_CHECKING:
-    from ..models.acceptance_head import TrainedHead
-
 LONGEST = 8192  # default context where the models would allow more: rotary tables and masks grow with it
 # Drafts of this package, by layers, hidden size and intermediate size of their targets.
 KNOWN = {(30, 576, 1536): Path(errors.__file__).with_name("demo") / "smollm2"}
@@ -59,8 +56,6 @@ def build(options: BuildOptions, begin: Begin) -> EngineBundle:
         check_compiler(options.compile_options())
     heads: dict[str, TrainedHead | None] = dict.fromkeys(options.roles)
     if options.acceptance_head is not None:
-        from ..models.acceptance_head import read_head
-
         heads[DRAFT] = read_head(options.acceptance_head, checkpoints[DRAFT].config.hidden_size)
     with staging_folder(options.output, MANIFEST, BundleError) as staging:
         advance = begin(Step("Converting the tokenizer", 1))

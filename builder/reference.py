@@ -1,101 +1,123 @@
-"""The torch reference of the parity check: a prompt and a token tree through a model, one layer's weights at a time."""
+"""The reference of the parity check: a prompt and a token tree through a model, in numpy and fp32, one layer's weights
+at a time: what Hugging Face's models compute, as models/layers.py describes it. Whether damaged weights made NaN of
+logits is judged where they are compared."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import math
+from collections.abc import Callable
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
-from torch.nn import functional
 
-from ..models.acceptance_head import AcceptanceHead, TrainedHead
+from ..models.acceptance_head import TrainedHead
 from ..models.config import LlamaConfig
-from ..models.layers import EMBEDDING_WEIGHT, network_of
-from ..models.llama import DecoderLayer, Rotary, norm_of, scaled
+from ..models.head_config import ACCEPT, REJECT
+from ..models.layers import EMBEDDING_WEIGHT, Layer, Matrix, Norm, network_of
 from ..models.rope import rope_tables
 from .parity import Rows, Scored
 
+Array = NDArray[np.float32]
 ReadTensor = Callable[[str], NDArray[np.generic]]
 
 
 class Reference:
     """Rows on their way through a model. Call `layer` for each layer in order, then `scored`."""
 
-    def __init__(
-        self, tensor: ReadTensor, config: LlamaConfig, rows: Rows, head: TrainedHead | None = None, threads: int = 0
-    ) -> None:
-        """tensor: reads a tensor of the model by Hugging Face's name; what it raises is passed on. threads: on which
-        torch computes layers; 0 leaves this to torch. One is best beside other work, which torch's threads would slow
-        down: they wait for each other in loops."""
-        self._tensor, self._config, self._head, self._threads = tensor, config, head, threads
+    @np.errstate(all="ignore")
+    def __init__(self, tensor: ReadTensor, config: LlamaConfig, rows: Rows, head: TrainedHead | None = None) -> None:
+        """tensor: reads a tensor of the model by Hugging Face's name; what it raises is passed on."""
+        self._tensor, self._config, self._head, self._mask = tensor, config, head, rows.mask
         self._network = network_of(config)
         tables = rope_tables(config, int(rows.positions.max(initial=0)) + 1)
-        cosine, sine = (torch.from_numpy(table[rows.positions]) for table in tables)
-        self._rotary = Rotary(cosine[None, None], sine[None, None])
-        self._mask = torch.tensor(rows.mask)
+        self._rotary = [table[rows.positions, None] for table in tables]  # cosine, sine: [R, 1, rotary_size / 2]
         embedded = np.asarray(tensor(EMBEDDING_WEIGHT)[rows.tokens], np.float32)
-        self._rows = scaled(torch.from_numpy(embedded)[None], self._network.embedding_multiplier)
+        self._rows = embedded * np.float32(self._network.embedding_multiplier)
 
+    @np.errstate(all="ignore")
     def layer(self, index: int) -> None:
-        """Let the rows pass a layer, whose weights are read and dropped."""
-        module = load_layer(self._tensor, self._config, index)
-        with torch.inference_mode(), computing_on(self._threads or torch.get_num_threads()):
-            self._rows = module(self._rows, self._rotary, self._attend, index)
+        """Let the rows [R, hidden_size] pass a layer, whose weights are read and dropped."""
+        layer, multiplier = self._network.layers[index], np.float32(self._network.layers[index].residual_multiplier)
+        (attended,) = self._products(layer.output, self._attention(layer, self._normed(layer.input_norm, self._rows)))
+        rows = self._rows + multiplier * attended
+        gate, up = self._products(layer.gate_up, self._normed(layer.post_norm, rows))
+        (fed,) = self._products(layer.down, silu(gate) * up)
+        self._rows = rows + multiplier * fed
 
+    @np.errstate(all="ignore")
     def scored(self) -> Scored:
         """The rows after the last layer, scored."""
-        network, config = self._network, self._config
-        norm = norm_of(network.norm, config)
-        norm.load_state_dict({"weight": self._read(network.norm.weight)}, assign=True)
-        with torch.inference_mode():
-            hidden = norm(self._rows)
-            (head,) = network.head.weights
-            logits = scaled(functional.linear(hidden, self._read(head)), network.logits_multiplier)
-            acceptance = None
-            if self._head is not None:
-                acceptance = AcceptanceHead.from_trained(self._head).acceptance(hidden)[0].numpy()
-        return Scored(logits[0].numpy(), acceptance)
+        hidden = self._normed(self._network.norm, self._rows)
+        (logits,) = self._products(self._network.head, hidden)
+        acceptance = None if self._head is None else accepted(self._head, hidden)
+        return Scored(logits * np.float32(self._network.logits_multiplier), acceptance)
 
-    def _read(self, name: str) -> Tensor:
-        return read_tensor(self._tensor, name)
+    def _attention(self, layer: Layer, rows: Array) -> Array:
+        """Grouped attention, [R, hidden_size] -> [R, H * D]."""
+        shape = len(rows), -1, self._config.head_dim
+        query, keys, values = (part.reshape(shape) for part in self._products(layer.qkv, rows))  # [R, H or H_kv, D]
+        query, keys = self._normed(layer.query_norm, query), self._normed(layer.key_norm, keys)
+        if layer.rotary_size:
+            query, keys = self._rotated(query), self._rotated(keys)
+        group = query.shape[1] // keys.shape[1]
+        query, keys, values = (part.transpose(1, 0, 2) for part in (query, keys, values))  # [H or H_kv, R, D]
+        keys, values = np.repeat(keys, group, 0), np.repeat(values, group, 0)
+        scores = query @ keys.transpose(0, 2, 1) * np.float32(layer.attention_scale)  # [H, R, R]
+        scores[:, ~self._mask] = -np.inf
+        weights = np.exp(scores - scores.max(-1, keepdims=True))
+        attended: Array = weights / weights.sum(-1, keepdims=True) @ values
+        return attended.transpose(1, 0, 2).reshape(len(rows), -1)
 
-    def _attend(self, layer: int, query: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
-        """See LayerAttention of models/llama.py."""
-        grouped = query.shape[1] != keys.shape[1]
-        return functional.scaled_dot_product_attention(query, keys, values, self._mask, scale=scale, enable_gqa=grouped)
+    def _rotated(self, heads: Array) -> Array:
+        """Rotate the first numbers of heads [R, H, D] by position; a pair is (i, i + half), as in Hugging Face's
+        checkpoints."""
+        cosine, sine = self._rotary
+        first, second, rest = np.split(heads, (cosine.shape[-1], 2 * cosine.shape[-1]), -1)
+        return np.concatenate((first * cosine - second * sine, second * cosine + first * sine, rest), -1)
+
+    def _normed(self, norm: Norm | None, rows: Array) -> Array:
+        """x / rms(x) * weight."""
+        if norm is None:
+            return rows
+        squares = np.square(rows).mean(-1, keepdims=True) + np.float32(self._config.norm_eps)
+        return np.asarray(rows / np.sqrt(squares) * self._read(norm.weight))
+
+    def _products(self, matrix: Matrix, rows: Array) -> list[Array]:
+        """Rows [R, K] times each part of a matrix [N, K]: [R, N] each."""
+        products = [rows @ self._read(weight).T for weight in matrix.weights]
+        for product, bias in zip(products, matrix.biases, strict=False):  # one for each part, or none
+            product += self._read(bias)
+        return products
+
+    def _read(self, name: str) -> Array:
+        return np.asarray(self._tensor(name), np.float32)
 
 
-@contextmanager
-def computing_on(threads: int) -> Iterator[None]:
-    """Let torch compute on so many threads."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
+def silu(rows: Array) -> Array:
+    return rows / (1 + np.exp(-rows))
 
 
-def load_layer(tensor: ReadTensor, config: LlamaConfig, index: int) -> DecoderLayer:
-    """One layer in torch. tensor: reads its tensors by Hugging Face's names."""
-    with torch.device("meta"):  # neither memory nor time for weights that are about to be replaced
-        module = DecoderLayer(network_of(config).layers[index], config)
-    prefix = f"model.layers.{index}."
-    module.load_state_dict({name: read_tensor(tensor, prefix + name) for name in module.state_dict()}, assign=True)
-    return module
+def accepted(head: TrainedHead, rows: Array) -> Array:
+    """What SpecDec++'s head says of rows [R, hidden_size], see models/acceptance_head.py: probabilities [R]."""
+    config, weights = head.config, head.weights
+    for layer in range(config.layers):
+        block = f"blocks.{config.block_of(layer)}.linear"
+        rows = rows + silu(rows @ weights[f"{block}.weight"].T + weights[f"{block}.bias"])
+    logits = rows @ weights["output.weight"].T + weights["output.bias"]
+    odds = (logits[:, ACCEPT] - logits[:, REJECT] + math.log(config.reject_weight)) / config.temperature
+    return np.asarray(1 / (1 + np.exp(-odds)), np.float32)
 
 
-def read_tensor(tensor: ReadTensor, name: str) -> Tensor:
-    """A tensor in fp32, which may be written to."""
-    return torch.from_numpy(np.require(tensor(name), np.float32, ["C", "W"]))
-
-
-def score_rows(tensor: ReadTensor, config: LlamaConfig, rows: Rows, head: TrainedHead | None = None) -> Scored:
-    """All of it at once."""
+def score_rows(
+    tensor: ReadTensor,
+    config: LlamaConfig,
+    rows: Rows,
+    head: TrainedHead | None = None,
+    advance: Callable[[], object] = lambda: None,
+) -> Scored:
+    """All of it at once. advance: called after each layer."""
     reference = Reference(tensor, config, rows, head)
     for index in range(config.num_layers):
         reference.layer(index)
+        advance()
     return reference.scored()

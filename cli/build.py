@@ -75,7 +75,8 @@ def run(args: argparse.Namespace) -> int:
     """Build a bundle. With --json the error goes to standard output, too: `bundle_of` reads it there."""
     console = Console(stderr=args.json or args.output is None, quiet=args.quiet)
     try:
-        folder = cached(args, console) if args.output is None else built(args, console)
+        with needed_packages("building"):
+            folder = cached(args, console) if args.output is None else built(args, console)
     except DraftwoodError as error:
         if not args.json:
             raise
@@ -91,7 +92,7 @@ def run(args: argparse.Namespace) -> int:
 def cached(args: argparse.Namespace, console: Console) -> Path:
     """The folder in the cache, where the bundle is built unless it is there. Raises ConfigError for options by which
     the cache does not know bundles."""
-    with progress(console) as begin, needed_packages("building"):
+    with progress(console) as begin:
         from ..builder.checkpoints.hub import MODEL, local_folder
 
         unusual = set(given(args, BuildOptions)) - {*Model._fields, "target", "output"}
@@ -119,19 +120,19 @@ def cached(args: argparse.Namespace, console: Console) -> Path:
 
 def built(args: argparse.Namespace, console: Console) -> Path:
     """The folder of the bundle that was built."""
-    with needed_packages("building"):
-        choice = (
-            choose_backend(lambda: compare_usual(str(getattr(args, "precision", "")))) if args.backend == AUTO else None
-        )
-        if choice is not None:
-            args.backend = choice.backend
-        draft, has_draft = str(getattr(args, "draft", NONE)), hasattr(args, "draft")
-        if draft.startswith(SELF):
-            args.draft = SelfDraft(draft.removeprefix(SELF))
-        elif draft == NONE:
-            args.draft = None
-        options = read_options(args, BuildOptions)  # invalid options are refused before torch is imported
-        from ..builder.pipeline import build, suited
+    choice = (
+        choose_backend(lambda: compare_usual(str(getattr(args, "precision", "")))) if args.backend == AUTO else None
+    )
+    if choice is not None:
+        args.backend = choice.backend
+    draft, has_draft = str(getattr(args, "draft", NONE)), hasattr(args, "draft")
+    if draft.startswith(SELF):
+        args.draft = SelfDraft(draft.removeprefix(SELF))
+    elif draft == NONE:
+        args.draft = None
+    options = read_options(args, BuildOptions)  # invalid options are refused before a model is read
+    from ..builder.pipeline import build, suited
+
     if choice is not None:
         say(console, f"Backend {choice.backend}: {choice.reason}")
     with progress(console) as begin:

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from ..builder.setting import Setting, settings_of
 from ..models.errors import ConfigError, EngineError
-from ..plugins.installation import install
+from ..plugins.installation import lacking
 from ..runtime.bundle.cache import Model, bundle_of
 from ..runtime.bundle.defaults import TEMPERATURE, TOP_P
 from ..runtime.decoding.prefill import MAX_PAUSE_MS
@@ -138,12 +138,12 @@ def given(args: argparse.Namespace, kind: Callable[..., Any]) -> dict[str, Any]:
 
 @contextmanager
 def needed_packages(purpose: str) -> Iterator[None]:
-    """Where the packages of a build are imported, so that other commands need neither torch nor onnx. Raises
-    EngineError if they are not installed."""
+    """Where packages are imported that not every installation has, torch and onnx for instance. Raises EngineError if
+    they are not there."""
     try:
         yield
     except ModuleNotFoundError as error:
-        raise EngineError(f"{purpose} needs {error.name}: {install('build', 'cpu')}") from error
+        raise EngineError(f"{purpose} needs {lacking(error)}") from error
 
 
 def add_quiet(parser: argparse.ArgumentParser) -> None:

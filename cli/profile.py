@@ -27,7 +27,7 @@ from ..runtime.engines.backends import Backend, describe_backend
 from ..runtime.engines.base import Engine, EngineSpec
 from ..runtime.engines.comparison import Comparison
 from ..runtime.speculation.planning.cost import CostModel, PassCosts
-from .options import add_engines, add_model, add_quiet, bundle_for, integers, needed_packages
+from .options import add_engines, add_model, add_quiet, bundle_for, integers
 from .progress import progress
 from .streams import say
 
@@ -104,10 +104,10 @@ def advice(compared: Comparison) -> str:
 
 
 def beside_rival(spec: EngineSpec, threads: int, begin: Begin, console: Console) -> Comparison | None:
-    """Compare the target's backend with its rival, by one layer; None if it has none, or the rival is not there. Says
-    on the console why nothing was compared."""
+    """Compare the target's backend with its rival, by one layer; None if it has none, or it is not installed. Says on
+    the console why else nothing was compared."""
     backend = describe_backend(spec.backend)
-    if not backend.rival:
+    if not backend.rival or describe_backend(backend.rival).release() is None:
         return None
     advance = begin(Step(f"A layer with {backend.rival}", 1))
     try:
@@ -122,8 +122,8 @@ def beside_rival(spec: EngineSpec, threads: int, begin: Begin, console: Console)
 
 def compare_layers(model: LlamaConfig, backend: Backend, precision: str, threads: int = 0) -> Comparison:
     """See `builder/comparison.py`."""
-    with needed_packages("a comparison"):
-        from ..builder.comparison import compare
+    from ..builder.comparison import compare  # only where it is asked for: it takes long
+
     return compare(model, backend, precision, threads)
 
 

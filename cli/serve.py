@@ -10,7 +10,6 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from importlib.util import find_spec
 from ipaddress import ip_network
 from pathlib import Path
 from typing import Any
@@ -35,6 +34,7 @@ from .options import (
     add_running,
     bundle_for,
     model_of,
+    needed_packages,
     positive,
     speculative,
 )
@@ -138,12 +138,10 @@ def add_parser(commands: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    for package in ("fastapi", "uvicorn", "prometheus_client"):
-        if find_spec(package) is None:
-            raise ConfigError(f"draftwood serve needs {package}: {install('serve')}")
-    from ..runtime.serving.http.guard import Limits, answer_bytes
-    from ..runtime.serving.http.server import bind, serve
-    from ..runtime.serving.openai.app import create_app
+    with needed_packages("draftwood serve"):
+        from ..runtime.serving.http.guard import Limits, answer_bytes
+        from ..runtime.serving.http.server import bind, serve
+        from ..runtime.serving.openai.app import create_app
 
     keys = api_keys(args.api_key, os.environ.get(API_KEY), args.api_keys_file)
     limit_arenas()

@@ -1,4 +1,4 @@
-"""The shape and the calibration of an acceptance head, without torch."""
+"""The shape and the calibration of an acceptance head."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class HeadConfig:
     def logit_projection(
         self, weight: NDArray[np.float32], bias: NDArray[np.float32]
     ) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-        """`acceptance_head.log_odds` merged into the last layer, for an exported graph: weight [2, d] and bias [2]
+        """The last layer with the de-biased, calibrated log-odds merged in, for an engine: weight [2, d] and bias [2]
         become [d, 1] and [1]."""
         odds = (weight[ACCEPT] - weight[REJECT]) / self.temperature
         shift = (bias[ACCEPT] - bias[REJECT] + math.log(self.reject_weight)) / self.temperature

@@ -1,6 +1,6 @@
 """A description of a LLaMA as plain data: its tensors, the matrices that are merged, and the steps between them.
 
-Checkpoints, the graph exporter, the packer and the loader of native weights, the torch reference and benchmarks read
+Checkpoints, the graph exporter, the packer and the loader of native weights, the reference and benchmarks read
 this description. Names of a checkpoint's modules are Hugging Face's; a module's tensors are `<module>.weight` and
 `<module>.bias`.
 """

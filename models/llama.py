@@ -1,4 +1,4 @@
-"""LLaMA in torch: the numeric reference, and the model for the training of heads.
+"""LLaMA in torch, for the training of heads and calibrated rounding.
 
 Parameters have the names of Hugging Face checkpoints, so `load_state_dict` accepts a checkpoint unchanged. `full`
 reads whole sequences causally and can be differentiated. `forward` scores the rows of a token tree after a key/value

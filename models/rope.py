@@ -1,4 +1,4 @@
-"""Rotary position tables, shared by the exporter and the torch reference."""
+"""Rotary position tables, shared by the exporter, the packer and the reference."""
 
 from __future__ import annotations
 

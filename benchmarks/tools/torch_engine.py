@@ -10,8 +10,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from draftwood.builder.head.network import AcceptanceHead
 from draftwood.models import bindings
-from draftwood.models.acceptance_head import AcceptanceHead, TrainedHead
+from draftwood.models.acceptance_head import TrainedHead
 from draftwood.models.errors import EngineError
 from draftwood.models.llama import Llama, LlamaOutput
 from draftwood.runtime.engines.base import (

@@ -85,7 +85,7 @@ def local_folder(given: Path, kind: Kind, begin: Begin) -> Path:
         from huggingface_hub import HfApi
     except ModuleNotFoundError as error:
         raise CheckpointError(
-            f"{given} is no folder here. If it is an id of the Hugging Face Hub, {install('hub')} lets "
+            f"{given} is no folder here. If it is an id of the Hugging Face Hub, {install()} lets "
             f"this command download it; or {wanted.by_hand}"
         ) from error
     try:

@@ -1,5 +1,5 @@
-"""Exports a LLaMA as an ONNX graph, one for each role. The graph is written node by node, without tracing and without
-torch. Weights are read only while the graph is saved.
+"""Exports a LLaMA as an ONNX graph, one for each role. The graph is written node by node, without tracing. Weights are
+read only while the graph is saved.
 
 One layer, above the code that builds it (names are the graph's own node prefixes):
 
@@ -11,13 +11,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
 
 from ...models import bindings
+from ...models.acceptance_head import TrainedHead
 from ...models.config import LlamaConfig
 from ...models.layers import Layer, Matrix, Norm, network_of, num_parameters
 from ...models.rope import rope_tables
@@ -25,9 +26,6 @@ from ...plugins.tree_attention import op
 from ..checkpoints.checkpoint import Checkpoint
 from ..quantization.formats import QuantizedCheckpoint
 from .graph import IR_VERSION, GraphWriter, dequantized, save
-
-if TYPE_CHECKING:  # its module imports torch, which writing a graph does not need
-    from ...models.acceptance_head import TrainedHead
 
 
 def export(

@@ -1,5 +1,4 @@
-"""Make one role's engine: an exported graph, packed weights, or a compiled plan; and compare it with
-the torch reference."""
+"""Make one role's engine: an exported graph, packed weights, or a compiled plan; and compare it with the reference."""
 
 from __future__ import annotations
 
@@ -7,10 +6,10 @@ import tempfile
 from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
-from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
+from ...models.acceptance_head import TrainedHead
 from ...models.bindings import ADDITIVE, COMPACT, LOW_BIT, activations, output_names
 from ...models.layers import num_parameters
 from ...runtime.bundle.digests import FileRecord
@@ -22,12 +21,9 @@ from ..options import BuildOptions
 from ..parity import Scored, largest_difference, rows_of
 from ..progress import Begin, Step
 from ..quantization.formats import Quantized, RoundedCheckpoint, Weights, stored_as
+from ..reference import Reference, score_rows
 from .native import write_weights
 from .plan import compile_plan, runs_here
-
-if TYPE_CHECKING:  # these modules import torch, which takes seconds
-    from ...models.acceptance_head import TrainedHead
-    from ..reference import Reference
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,12 +66,12 @@ class Made(NamedTuple):
     """An engine whose files are written."""
 
     spec: EngineSpec
-    difference: float  # the largest one from the torch reference, see `largest_difference`
+    difference: float  # the largest one from the reference, see `largest_difference`
     record: FileRecord | None = None  # of its file, where that is known
 
 
 def make_engine(source: Source, spec: EngineSpec, options: BuildOptions, staging: Path, begin: Begin) -> Made:
-    """Write an engine's files to `staging`. Raises BundleError when it differs too much from the torch reference."""
+    """Write an engine's files to `staging`. Raises BundleError when it differs too much from the reference."""
     file = BACKENDS[spec.backend].file
     if file == PLAN:
         return compiled_engine(source, spec, options, staging, begin)
@@ -96,17 +92,17 @@ def packed_engine(source: Source, spec: EngineSpec, staging: Path, begin: Begin)
     """Make an engine that reads packed weights. Its kernels are not part of a bundle."""
     weights = source.weights
     advance = begin(Step(f"Packing the {title(spec)}", spec.model.num_layers))
-    reference = cache(lambda: reference_of(source, weights, spec, threads=1))  # by `follow`, in its thread
+    reference = Reference(weights.tensor, weights.config, rows_of(spec), source.head)
 
     def follow(layer: int) -> None:  # the codes of this layer are still in memory
-        reference().layer(layer)
+        reference.layer(layer)
         advance()
 
     record = write_weights(weights, spec.capacity, staging / spec.file, source.head, follow)
     exact = replace(spec, cache_precision="")  # must agree as closely as any
     specs = [exact] if exact == spec else [exact, spec]
     engines = (BACKENDS[spec.backend].open(staging / spec.file, each, Opening()) for each in specs)
-    return Made(spec, compare(source, spec, engines, reference().scored(), begin), record)
+    return Made(spec, compare(source, spec, engines, reference.scored(), begin), record)
 
 
 def compiled_engine(source: Source, spec: EngineSpec, options: BuildOptions, staging: Path, begin: Begin) -> Made:
@@ -167,27 +163,18 @@ def write_graph(source: Source, spec: EngineSpec, file: Path, begin: Begin, form
     advance()
 
 
-def reference_of(source: Source, weights: Weights, spec: EngineSpec, threads: int = 0) -> Reference:
-    """Begin the torch reference of an engine, on the weights that the engine holds. threads: see Reference."""
-    from ..reference import Reference  # see above
-
-    return Reference(weights.tensor, weights.config, rows_of(spec), source.head, threads)
-
-
 def check_parity(source: Source, spec: EngineSpec, engines: Iterable[Engine], begin: Begin) -> float:
-    """Compare engines with the torch reference, see `compare`."""
-    reference = reference_of(source, source.weights, spec)
-    advance = begin(Step(f"Computing the {spec.role}'s reference in torch", spec.model.num_layers))
-    for layer in range(spec.model.num_layers):
-        reference.layer(layer)
-        advance()
-    return compare(source, spec, engines, reference.scored(), begin)
+    """Compare engines with the reference, see `compare`."""
+    advance = begin(Step(f"Computing the {spec.role}'s reference", spec.model.num_layers))
+    weights = source.weights
+    expected = score_rows(weights.tensor, weights.config, rows_of(spec), source.head, advance)
+    return compare(source, spec, engines, expected, begin)
 
 
 def compare(source: Source, spec: EngineSpec, engines: Iterable[Engine], reference: Scored, begin: Begin) -> float:
-    """Compare engines, one after the other, with what the torch reference says, and close them. Returns the difference
+    """Compare engines, one after the other, with what the reference says, and close them. Returns the difference
     of the last one."""
-    advance = begin(Step(f"Comparing the {spec.role} with the torch reference", 1))
+    advance = begin(Step(f"Comparing the {spec.role} with the reference", 1))
     # Rows meet fp16 weights in fp32.
     rounding = "fp32" if isinstance(source.weights, RoundedCheckpoint) and spec.precision == "fp16" else None
     difference = 0.0

@@ -22,7 +22,7 @@ from time import perf_counter
 import torch
 from torch import Tensor
 
-from ...models.acceptance_head import DESCRIPTION, AcceptanceHead, log_odds, write_head
+from ...models.acceptance_head import DESCRIPTION, write_head
 from ...models.bindings import DRAFT, TARGET
 from ...models.config import LlamaConfig
 from ...models.errors import CheckpointError, ConfigError, RequestError
@@ -37,6 +37,7 @@ from ..progress import Begin, Step
 from ..tokenizer import check_known
 from .calibration import Floats, calibration, fit_temperature
 from .data import Collected, Examples, collect, load_frozen
+from .network import AcceptanceHead, log_odds
 from .training import HeadResult, HeadTraining, Point
 
 FIGURES, PLOT = "training.json", "training.svg"

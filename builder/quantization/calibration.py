@@ -17,13 +17,12 @@ from torch import Tensor, nn
 
 from ...models.errors import ConfigError
 from ...models.layers import network_of
-from ...models.llama import Rotary, causal, scaled
+from ...models.llama import DecoderLayer, Rotary, causal, scaled
 from ...models.plain_files import read_plain
 from ...models.rope import rope_tables
 from ...plugins.native.library import BLOCK, NativeLibrary, empty_codes
 from ...runtime.text.tokenizer import Tokenizer
 from ..parallel import in_parts
-from ..reference import load_layer
 from .formats import Quantized, QuantizedCheckpoint, WeightFormat, rounding_kernels
 
 MAX_BYTES = 64 << 20  # of a text
@@ -63,13 +62,23 @@ def calibrate(
     rows = scaled(rows, network.embedding_multiplier)
     with torch.inference_mode():
         for index in range(config.num_layers):
-            layer = load_layer(view.stored, config, index)
+            layer = load_layer(view, index)
             for matrix in network.layers[index].matrices:
                 for source, name in zip(matrix.sources, matrix.weights, strict=True):
                     rounding.watch(layer.get_submodule(source.removeprefix(f"model.layers.{index}.")), name)
             rows = layer(rows, rotary, causal, index)
             advance()
     return rounding.results
+
+
+def load_layer(view: QuantizedCheckpoint, index: int) -> DecoderLayer:
+    """One layer in torch, in fp32, before rounding."""
+    with torch.device("meta"):  # neither memory nor time for weights that are about to be replaced
+        module = DecoderLayer(network_of(view.config).layers[index], view.config)
+    names = {name: f"model.layers.{index}.{name}" for name in module.state_dict()}
+    weights = {name: np.require(view.stored(source), np.float32, ["C", "W"]) for name, source in names.items()}
+    module.load_state_dict({name: torch.from_numpy(weight) for name, weight in weights.items()}, assign=True)
+    return module
 
 
 class Rounding:

@@ -10,7 +10,7 @@ is no per-tensor dynamic int8 (one scale for all rows of a pass): a row's logits
 and a verified token would no longer be the one that plain decoding gives.
 
 Everything is computed one tensor at a time. `QuantizedCheckpoint.tensor` is what a CPU's engine holds, bit for bit,
-so that the torch reference runs on exactly the engine's weights.
+so that the reference runs on exactly the engine's weights.
 """
 
 from __future__ import annotations

@@ -131,7 +131,7 @@ def open_tensorrt(path: Path, spec: EngineSpec, how: Opening) -> Engine:
 def check_onnxruntime(plan: TensorRTPlan | None) -> None:
     """See Backend.check_machine."""
     if find_spec("onnxruntime") is None:
-        raise EngineError(f"onnxruntime is not installed: {install('cpu')}")
+        raise EngineError(f"onnxruntime is not installed: {install('onnxruntime')}")
 
 
 def check_native(plan: TensorRTPlan | None) -> None:
@@ -216,7 +216,7 @@ TENSORRT_RTX = replace(TENSORRT, name="tensorrt-rtx", release=lambda: release_of
 BACKENDS = {each.name: each for each in (ONNXRUNTIME, NATIVE, TENSORRT, TENSORRT_RTX)}
 AUTO = "auto"  # a build's default: `choose_backend`
 COMPILED = tuple(each.name for each in BACKENDS.values() if each.is_compiled)
-# The entry of an engine that is in no bundle, for instance the torch reference.
+# The entry of an engine that is in no bundle, for instance a test's in torch.
 UNLISTED = replace(ONNXRUNTIME, name="", precisions=(), release=lambda: None, blocks={}, prompt_widths=(), grows=False)
 
 

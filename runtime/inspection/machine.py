@@ -106,14 +106,14 @@ def tensorrt_rtx(here: Surroundings) -> Ability:
 
 def torch_cpu(here: Surroundings) -> Ability:
     found = here.versions.get("torch")
-    lacks = () if found else (f"torch is not installed: {install('build')}",)
-    return Ability("torch", words("CPU", found, "to build and compare"), lacks)
+    lacks = () if found else (f"torch is not installed: {install('train')}",)
+    return Ability("torch", words("CPU", found, "to train"), lacks)
 
 
 def torch_cuda(here: Surroundings) -> Ability:
     found, obstacles = here.versions.get("torch"), list[str]()
     if found is None:
-        obstacles.append(f"torch is not installed: {install('build')}")
+        obstacles.append(f"torch is not installed: {install('train')}")
     elif here.torch_cuda is None:
         obstacles.append(f"torch {found} is a build without CUDA: pip install --force-reinstall torch")
     elif isinstance(here.driver, Driver) and numbers(here.torch_cuda)[:1] > here.driver.cuda[:1]:

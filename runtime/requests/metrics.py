@@ -13,7 +13,7 @@ from threading import Lock
 from typing import Any
 
 from ...models.errors import ConfigError
-from ...plugins.installation import install
+from ...plugins.installation import lacking
 from ..decoding.stats import DraftCounts
 
 # vLLM's boundaries, in seconds.
@@ -133,6 +133,6 @@ class ServingMetrics:
         try:
             from .prometheus import to_text
         except ModuleNotFoundError as error:
-            raise ConfigError(f"metrics as text need {error.name}: {install('serve')}") from error
+            raise ConfigError(f"metrics as text need {lacking(error)}") from error
         with self._lock:
             return to_text(gauges, self._counts, self._times)

@@ -250,9 +250,7 @@ class Grammars:
         """The processes, of which the first starts with the first grammar, and the library's tokenizer."""
         if self._opened is None:
             if find_spec(LIBRARY) is None:
-                raise RequestError(
-                    f"structured outputs need the package {LIBRARY}: install draftwood[structured] beside this model"
-                )
+                raise RequestError(f"structured outputs need {LIBRARY}: pip install {LIBRARY} beside this model")
             content = self._tokenizer.to_json()
             # The library refuses a tokenizer with more tokens than it is told of; a mask ends at the model's last one.
             size = max(self._vocab_size, self._tokenizer.num_ids)

@@ -36,9 +36,6 @@ from serving import RUNNING, WAITING, Served, faulty, pace, paused, served, wait
 
 from draftwood.runtime.decoding.queue import max_client_places
 
-pytest.importorskip("fastapi", reason="needs the [serve] extra")
-
-
 FLOODS = {
     "idle": b"",
     "half a head": b"POST /v1/completions HTTP/1.1\r\nHost: loc",

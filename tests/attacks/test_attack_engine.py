@@ -25,8 +25,6 @@ from draftwood.builder.pipeline import build
 from draftwood.runtime.requests.health import MAX_FAILURES
 from draftwood.runtime.text.chat_template import PROCESSES
 
-pytest.importorskip("fastapi", reason="needs the [serve] extra")
-
 # What a panic of tokenizers is, and everything else that is no Exception or means something to an iterator.
 KINDS = ("PanicException", "SystemExit", "KeyboardInterrupt", "GeneratorExit", "MemoryError", "StopAsyncIteration")
 PLACES = ("encode", "decode", "target", "template")

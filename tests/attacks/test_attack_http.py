@@ -9,7 +9,6 @@ import pytest
 from connections import HEAD, HERE, answer_of, get, opened, serves_everybody
 from serving import Served
 
-pytest.importorskip("fastapi", reason="needs the [serve] extra")
 from draftwood.runtime.serving.http import server as http_server
 
 ODD = {

@@ -14,7 +14,6 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from serving import Served, served, with_chat_template
 
-pytest.importorskip("fastapi", reason="needs the [serve] extra")
 httpx = pytest.importorskip("httpx", reason="needs httpx")
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"

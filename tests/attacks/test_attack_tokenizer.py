@@ -14,7 +14,6 @@ from bundling import resigned
 from connections import SHORT, Answer, answer_of, opened, posted
 from serving import Served, served, wait_for
 
-pytest.importorskip("fastapi", reason="needs the [serve] extra")
 from draftwood.cli.main import main
 from draftwood.runtime.text.tokenizer import ENCODING, TOKENIZER
 

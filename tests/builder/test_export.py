@@ -1,5 +1,5 @@
 """Exported graphs: valid and readable, written without holding the model in memory, and, in the form that TensorRT is
-given, the torch reference's numbers as ONNX Runtime computes them. test_compile.py compiles plans of them."""
+given, the reference's numbers as ONNX Runtime computes them. test_compile.py compiles plans of them."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_a_wrong_scale_is_found_in_fp16_too(checkpoint: Checkpoint, tmp_path: Pa
         if node.op_type == "TreeAttention":
             node.attribute[0].f *= 1.2
     onnx.save(model, tmp_path / "wrong.onnx")
-    with pytest.raises(BundleError, match="differs from the torch reference"):
+    with pytest.raises(BundleError, match="differs from the reference"):
         largest_difference(OnnxRuntimeEngine(tmp_path / "wrong.onnx", engine.spec), reference(checkpoint, engine))
 
 

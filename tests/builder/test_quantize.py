@@ -167,7 +167,7 @@ def test_parity_sees_another_weight(tmp_path: Path) -> None:
             tensor[0, 0] += np.abs(tensor[0, :32]).max() / 7
         return tensor
 
-    with pytest.raises(BundleError, match="differs from the torch reference"):
+    with pytest.raises(BundleError, match="differs from the reference"):
         largest_difference(engine, score_rows(other, weights.config, rows_of(engine.spec)))
 
 

@@ -16,10 +16,10 @@ from draftwood.builder.checkpoints.checkpoint import Checkpoint
 from draftwood.builder.head import train as train_module
 from draftwood.builder.head.calibration import calibration, fit_temperature, sigmoid
 from draftwood.builder.head.data import Collected, Examples, collect, load_frozen, mix, sample_responses, soft_labels
+from draftwood.builder.head.network import AcceptanceHead
 from draftwood.builder.head.train import HELD_OUT, acceptance_loss, fit, gather, judge
 from draftwood.builder.head.training import HeadResult, HeadTraining
 from draftwood.models import bindings
-from draftwood.models.acceptance_head import AcceptanceHead
 from draftwood.models.head_config import HeadConfig
 from draftwood.models.llama import Llama
 

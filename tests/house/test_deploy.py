@@ -69,7 +69,7 @@ def test_the_extras_of_the_images_exist(services: dict[str, Any]) -> None:
     project = (ROOT / "pyproject.toml").read_text().partition("[project.optional-dependencies]")[2].partition("\n[")[0]
     extras = set(re.findall(r"^([\w-]+) = ", project, re.M))
     installed = re.findall(r"\[([\w,]+)\]", instructions("deploy/docker/Dockerfile")["RUN"][2])[0]
-    assert set(installed.split(",")) <= extras and "serve" in installed
+    assert set(installed.split(",")) <= extras
     assert set(services["triton"]["build"]["args"]["EXTRA"].split(",")) <= extras
     assert "ARG EXTRA=" in TRITON.read_text()
 

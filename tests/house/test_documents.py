@@ -99,7 +99,6 @@ def test_the_pictures_are_those_that_their_script_draws() -> None:
 
 
 def test_the_reference_has_every_option_and_field() -> None:
-    pytest.importorskip("fastapi", reason="needs the [serve] extra")
     reference = module(ROOT / "docs" / "options_page.py")
     page = reference.page()
     for name, parser in reference.parsers().items():

@@ -19,7 +19,13 @@ FACE = ROOT / "src" / "draftwood"  # the package itself, which links the others
 RESERVED = {
     "onnxruntime": ("runtime/engines/onnx/onnxruntime.py",),
     "tensorrt": ("plugins/tensorrt.py",),
-    "torch": ("plugins/tree_attention/launch.py", "models/llama.py", "models/acceptance_head.py", "builder/"),
+    "torch": (
+        "plugins/tree_attention/launch.py",
+        "models/llama.py",
+        "builder/head/",
+        "builder/distillation/",
+        "builder/quantization/calibration.py",
+    ),
     "llguidance": ("runtime/structured/",),
     "huggingface_hub": ("builder/checkpoints/hub.py",),
     "draftwood.models.llama": ("builder/",),

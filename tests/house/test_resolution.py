@@ -16,7 +16,7 @@ import pytest
 from bundling import ROOT
 
 # Not `tensorrt`: its package on the index fetches wheels from NVIDIA's own index while it is built.
-EXTRAS = ("cpu", "gpu", "hub", "native", "kernel", "tensorrt-rtx", "triton", "structured", "serve")
+EXTRAS = ("onnxruntime", "gpu", "native", "kernel", "tensorrt-rtx", "triton")
 INDEX = "https://pypi.org/simple"  # its torch for Linux is the CUDA build
 SOURCES = ("tensorrt-rtx", "tensorrt-rtx-cu13")  # have no wheel on the index; their sources only ask for other wheels
 
@@ -71,7 +71,7 @@ def test_a_conflict_is_no_missing_name(answer: str, name: str | None) -> None:
 def test_every_extra_resolves_beside_a_cuda_build_of_torch(extra: str) -> None:
     command = [sys.executable, "-m", "pip", "install", "--dry-run", "--ignore-installed", "--only-binary", ":all:"]
     command += ["--no-binary", ",".join(SOURCES)]
-    command += ["--index-url", INDEX, "-c", str(ROOT / "constraints.txt"), *requirements("build"), *requirements(extra)]
+    command += ["--index-url", INDEX, "-c", str(ROOT / "constraints.txt"), *requirements("train"), *requirements(extra)]
     settings = {"PIP_CONFIG_FILE": os.devnull, "PIP_FIND_LINKS": "", "PIP_EXTRA_INDEX_URL": ""}
     done = subprocess.run(command, capture_output=True, text=True, env=os.environ | settings)
     if (name := refused(done.stderr)) is not None and not is_listed(name):

@@ -15,7 +15,9 @@ from safetensors.numpy import load_file, save_file
 from torch import Tensor, nn
 from torch.nn import functional
 
-from draftwood.models.acceptance_head import DESCRIPTION, WEIGHTS, AcceptanceHead, read_head, write_head
+from draftwood.builder.head.network import AcceptanceHead
+from draftwood.builder.reference import accepted
+from draftwood.models.acceptance_head import DESCRIPTION, WEIGHTS, read_head, write_head
 from draftwood.models.errors import CheckpointError, ConfigError
 from draftwood.models.head_config import HeadConfig
 
@@ -64,6 +66,7 @@ def test_the_exported_projection_is_the_calibrated_probability() -> None:
     by_hand = torch.sigmoid((accept - reject + np.log(3.0)) / 1.7)
     torch.testing.assert_close(head.acceptance(hidden), by_hand, rtol=0, atol=1e-6)
     torch.testing.assert_close(folded, by_hand, rtol=0, atol=1e-6)
+    np.testing.assert_allclose(accepted(trained, hidden.numpy()), by_hand.detach(), rtol=0, atol=1e-6)
 
 
 @pytest.fixture

@@ -90,18 +90,18 @@ def test_an_import_that_was_too_early_is_found_before_the_parser_meets_a_plugin(
     [
         (
             {"url": "file:///home/a%20b/draftwood", "dir_info": {"editable": True}},
-            "-e '/home/a b/draftwood[cpu,serve]'",
+            "-e '/home/a b/draftwood[onnxruntime,otel]'",
         ),
-        ({"url": "file:///src/draftwood", "dir_info": {}}, "'/src/draftwood[cpu,serve]'"),
+        ({"url": "file:///src/draftwood", "dir_info": {}}, "'/src/draftwood[onnxruntime,otel]'"),
         (
             {"url": "file:///d/draftwood-0.1.0-py3-none-any.whl", "archive_info": {}},
             "'/d/draftwood-0.1.0-py3-none-any.whl[",
         ),
         (
             {"url": "https://x.org/draftwood-0.1.0.whl", "archive_info": {}},
-            "'https://x.org/draftwood-0.1.0.whl[cpu,serve]'",
+            "'https://x.org/draftwood-0.1.0.whl[onnxruntime,otel]'",
         ),
-        (None, "'DRAFTWOOD.whl[cpu,serve]'"),
+        (None, "'DRAFTWOOD.whl[onnxruntime,otel]'"),
     ],
 )
 def test_the_command_is_for_this_installation(
@@ -110,4 +110,4 @@ def test_the_command_is_for_this_installation(
     text = None if origin is None else json.dumps(origin)
     found = SimpleNamespace(read_text=lambda name: text)
     monkeypatch.setattr(installation, "distribution", lambda name: found)
-    assert install("cpu", "serve").startswith(f"pip install {command}")
+    assert install("onnxruntime", "otel").startswith(f"pip install {command}")

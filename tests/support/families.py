@@ -86,9 +86,10 @@ CASES = {
 
 
 # What tests compare on each backend: logits with transformers', a row's bits with those it has alone, speculative text
-# with plain text; of plans, which no machine here runs, that they build, and their graph with the torch reference.
+# with plain text; of plans, which no machine here runs, that they build, and their graph with the reference.
 COMPARED = {
     "torch": ("logits",),
+    "reference": ("logits",),
     "onnxruntime": ("logits", "text"),
     "native": ("logits", "bits", "text"),
     "tensorrt-rtx": ("graph", "plan"),

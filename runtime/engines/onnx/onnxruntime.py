@@ -115,7 +115,7 @@ class OnnxRuntimeEngine(Runner):
         try:
             import onnxruntime
         except ModuleNotFoundError as error:
-            raise EngineError(f"this bundle needs ONNX Runtime: {install('cpu')}") from error
+            raise EngineError(f"this bundle needs ONNX Runtime: {install('onnxruntime')}") from error
         if provider not in PROVIDERS:
             raise EngineError(f"provider {provider!r} is unknown; choose one of {', '.join(PROVIDERS)}")
         options = onnxruntime.SessionOptions()

@@ -17,7 +17,7 @@ from time import monotonic, sleep
 from typing import Any, ClassVar
 
 from ....models.errors import ConfigError
-from ....plugins.installation import install
+from ....plugins.installation import lacking
 from ...llm import LLM
 from ...requests.async_llm import AsyncLLM
 from ...requests.stream import to_exception
@@ -30,7 +30,7 @@ from .metrics import TritonMetrics
 try:
     from .call import POLL_SECONDS, Call
 except ModuleNotFoundError as error:
-    raise ConfigError(f"the Python of Triton lacks {error.name}: {install('serve')}") from error
+    raise ConfigError(f"the Python of Triton lacks {lacking(error)}") from error
 
 WARM_UP = SamplingParams(max_tokens=16, temperature=0, ignore_eos=True)
 

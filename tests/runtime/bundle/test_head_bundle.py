@@ -19,16 +19,16 @@ from benchmarks.tools.torch_engine import TorchEngine
 from draftwood.builder import parity
 from draftwood.builder.checkpoints.checkpoint import Checkpoint
 from draftwood.builder.head.data import load_frozen
+from draftwood.builder.head.network import AcceptanceHead
 from draftwood.builder.head.train import train_head
 from draftwood.builder.head.training import HeadResult, HeadTraining
 from draftwood.builder.options import BuildOptions
 from draftwood.builder.pipeline import build
 from draftwood.cli.main import main
 from draftwood.models import bindings
-from draftwood.models.acceptance_head import AcceptanceHead, read_head
+from draftwood.models.acceptance_head import read_head
 from draftwood.models.errors import BundleError, CheckpointError, ConfigError, DraftwoodError
 from draftwood.models.head_config import HeadConfig
-from draftwood.plugins.installation import install
 from draftwood.runtime.bundle.bundle import EngineBundle
 from draftwood.runtime.engines.passes import causal_batch
 from draftwood.runtime.llm import LLM
@@ -244,4 +244,4 @@ def test_a_missing_package_is_named(
     for name in imported:
         monkeypatch.delitem(sys.modules, name)
     assert main(arguments) == 2
-    assert f"{install('build', 'cpu')}" in capsys.readouterr().err
+    assert "training needs safetensors: pip install " in capsys.readouterr().err

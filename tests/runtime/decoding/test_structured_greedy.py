@@ -14,8 +14,6 @@ from bundling import built_native
 
 from draftwood.runtime import LLM, SamplingParams, SpeculativeConfig, StructuredOutput
 
-pytest.importorskip("llguidance", reason="needs the [structured] extra")
-
 ORDER: dict[str, Any] = {
     "type": "object",
     "properties": {

@@ -162,7 +162,7 @@ def test_what_cannot_be_opened_is_refused(gqa: Path, tmp_path: Path, monkeypatch
     monkeypatch.setattr(onnxruntime, "get_available_providers", lambda: ["CPUExecutionProvider"])
     refused("any.onnx", r"no CUDAExecutionProvider: install .*onnxruntime-gpu", "cuda")
     monkeypatch.setitem(sys.modules, "onnxruntime", None)
-    refused("any.onnx", r"pip install .*\[cpu\]'")
+    refused("any.onnx", r"pip install .*\[onnxruntime\]'")
 
 
 def test_onnx_runtime_tells_nobody_what_it_runs(tmp_path: Path) -> None:

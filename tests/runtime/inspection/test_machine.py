@@ -61,7 +61,7 @@ def test_what_is_not_installed_has_no_version() -> None:
     shown = {each.engine: each.found for each in abilities(EVERYTHING._replace(versions={}, driver="no driver"))}
     assert shown[CPU] == "CPU" and shown[CUDA] == "no GPU, with --provider cuda" and shown["tensorrt"] == "no GPU"
     assert shown["tensorrt-rtx"] == "no GPU"
-    assert shown["torch"] == "CPU, to build and compare" and shown["torch on CUDA"] == "no GPU, to measure"
+    assert shown["torch"] == "CPU, to train" and shown["torch on CUDA"] == "no GPU, to measure"
 
 
 @pytest.mark.parametrize(
@@ -117,7 +117,7 @@ def test_packages_of_plans_are_named(engine: str) -> None:
 def test_torch_without_cuda_is_named() -> None:
     (said,) = obstacles("torch on CUDA", torch_cuda=None)
     assert said.startswith("torch 2.13.0 is a build without CUDA: pip install")
-    assert obstacles("torch", versions=without("torch")) == (f"torch is not installed: {install('build')}",)
+    assert obstacles("torch", versions=without("torch")) == (f"torch is not installed: {install('train')}",)
     assert obstacles("torch on CUDA", versions=without("triton"))[0].endswith(f"{install('kernel')}")
 
 

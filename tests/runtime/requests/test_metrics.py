@@ -108,5 +108,5 @@ def test_without_the_package_the_text_says_what_to_install(monkeypatch: pytest.M
         monkeypatch.setitem(sys.modules, name, None)
     metrics = ServingMetrics()
     metrics.record_end("stop", 1.0)
-    with pytest.raises(ConfigError, match=r"prometheus_client.*: pip install .*\[serve\]'"):
+    with pytest.raises(ConfigError, match="prometheus_client: pip install "):
         metrics.to_prometheus({})

@@ -27,7 +27,6 @@ def chat_bundle(tiny_bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> 
 @pytest.fixture(scope="session")
 def api(chat_bundle: Path) -> Iterator[Served]:
     """The server. Its model is "tiny"."""
-    pytest.importorskip("fastapi", reason="needs the [serve] extra")
     with served(chat_bundle, *FIXED) as running:
         yield running
 

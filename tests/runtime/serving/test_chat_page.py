@@ -15,7 +15,6 @@ from answering import QuietHandler, answering
 from browser import Browser, Page, chromium
 from serving import Served, served, with_chat_template
 
-pytest.importorskip("fastapi", reason="needs the [serve] extra")
 httpx = pytest.importorskip("httpx", reason="needs httpx")
 
 from draftwood.runtime.sampling.params import SamplingParams  # noqa: E402

@@ -6,7 +6,6 @@ import gc
 import weakref
 from pathlib import Path
 
-import pytest
 from serving import served
 
 from draftwood.runtime.serving.collector import freeze_loaded
@@ -49,7 +48,6 @@ def test_what_is_garbage_is_freed_before_the_rest_is_frozen() -> None:
 
 
 def test_a_server_freezes_what_it_has_loaded(tiny_bundle: Path) -> None:
-    pytest.importorskip("fastapi", reason="needs the [serve] extra")
     with served(tiny_bundle, program=("-c", FREEZES)) as server:
         assert server.process.stderr is not None
         assert server.process.stderr.readline().startswith("frozen")

@@ -25,7 +25,6 @@ from together import held
 
 from draftwood.runtime import LLM, AsyncLLM, SamplingParams
 
-pytest.importorskip("fastapi", reason="needs the [serve] extra")
 httpx = pytest.importorskip("httpx", reason="needs httpx")
 from starlette.types import ASGIApp, Receive, Scope, Send  # noqa: E402 - only where fastapi is installed
 

@@ -13,8 +13,6 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-
-pytest.importorskip("fastapi", reason="needs the [serve] extra")
 from starlette.types import Message, Receive, Scope, Send
 
 from draftwood.models.errors import ConfigError

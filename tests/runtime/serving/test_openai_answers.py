@@ -7,9 +7,6 @@ import json
 from typing import Any, cast
 
 import pytest
-
-pytest.importorskip("fastapi", reason="needs the [serve] extra")
-
 from fastapi.exceptions import RequestValidationError
 from pydantic import BaseModel, ValidationError
 

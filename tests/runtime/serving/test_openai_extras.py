@@ -19,7 +19,6 @@ from serving import Served, events_of, served
 
 from draftwood.runtime import LLM
 
-pytest.importorskip("fastapi", reason="needs the [serve] extra")
 httpx = pytest.importorskip("httpx", reason="needs httpx")
 
 PAGE = "http://localhost:3000"

@@ -9,8 +9,6 @@ from typing import Any
 import pytest
 from bundling import ROOT
 
-pytest.importorskip("fastapi", reason="needs the [serve] extra")
-pytest.importorskip("llguidance", reason="needs the [structured] extra")
 openai = pytest.importorskip("openai", reason="needs the openai package")
 
 from draftwood.runtime.serving.openai.bodies import IGNORED, ChatBody, CompletionBody  # noqa: E402 - after the skips

@@ -19,7 +19,6 @@ from draftwood.runtime.requests.text_threads import TextThreads
 from draftwood.runtime.structured.grammars import Grammar
 from draftwood.runtime.text.tokenizer import Tokenizer
 
-pytest.importorskip("fastapi", reason="needs the [serve] extra")
 pytest.importorskip("httpx", reason="needs httpx")
 from inside import BODY, COMPLETIONS, inside, post
 

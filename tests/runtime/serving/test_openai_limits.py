@@ -19,7 +19,6 @@ from serving import WAITING, Served, faulty, paused, served, wait_for
 
 from draftwood.cli.main import main
 
-pytest.importorskip("fastapi", reason="needs the [serve] extra")
 httpx = pytest.importorskip("httpx", reason="needs httpx")
 
 PASS_S = 0.05  # of a slow pass: 45 s for LONG

@@ -11,7 +11,6 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from serving import served, with_chat_template
 
-pytest.importorskip("fastapi", reason="needs the [serve] extra")
 schemathesis = pytest.importorskip("schemathesis", reason="needs schemathesis")
 from schemathesis import GenerationMode  # noqa: E402 - only where it is installed
 from schemathesis.checks import not_a_server_error  # noqa: E402

@@ -10,8 +10,6 @@ from typing import Any, Literal
 import pytest
 from pydantic import BaseModel, Field
 
-pytest.importorskip("fastapi", reason="needs the [serve] extra")
-pytest.importorskip("llguidance", reason="needs the [structured] extra")
 openai = pytest.importorskip("openai", reason="needs the openai package")
 
 MESSAGES: list[Any] = [{"role": "user", "content": "an order"}]

@@ -15,8 +15,6 @@ import pytest
 from pydantic import BaseModel, Field
 from serving import Served, served, with_chat_template
 
-pytest.importorskip("fastapi", reason="needs the [serve] extra")
-pytest.importorskip("llguidance", reason="needs the [structured] extra")
 openai = pytest.importorskip("openai", reason="needs the openai package")
 httpx = pytest.importorskip("httpx", reason="needs the httpx package")
 

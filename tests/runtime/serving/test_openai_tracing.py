@@ -18,7 +18,6 @@ from draftwood.cli.serve import spans_wanted, tracing
 from draftwood.models.errors import ConfigError
 from draftwood.runtime import LLM, SpeculativeConfig
 
-pytest.importorskip("fastapi", reason="needs the [serve] extra")
 pytest.importorskip("opentelemetry.sdk", reason="needs the [otel] extra")
 httpx = pytest.importorskip("httpx", reason="needs httpx")
 from inside import BODY, COMPLETIONS, post  # noqa: E402

@@ -13,8 +13,6 @@ from serving import events_of
 
 from draftwood.runtime import LLM, SamplingParams
 
-pytest.importorskip("fastapi", reason="needs the [serve] extra")
-
 TEXT = "The cat sat on the mat, naïve as it was; then it slept for 30 hours."
 MESSAGES = [{"role": "user", "content": "hello"}]
 

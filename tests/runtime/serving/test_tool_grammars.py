@@ -11,9 +11,6 @@ from checkpoints import write_tokenizer
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as TokenizerJson
 
-pytest.importorskip("pydantic", reason="needs the [serve] extra")
-pytest.importorskip("llguidance", reason="needs the [structured] extra")
-
 from draftwood.models.errors import RequestError
 from draftwood.runtime.sampling.params import SamplingParams
 from draftwood.runtime.sampling.structured import StructuredOutput

@@ -14,8 +14,6 @@ from draftwood.runtime import ConfigError, EngineError, RequestError, SpecDecode
 from draftwood.runtime.decoding.chunk import TokenLogprob
 from draftwood.runtime.requests.async_llm import DeadlineError, QueueFullError, ShutdownError
 from draftwood.runtime.serving.places import Places
-
-pytest.importorskip("pydantic", reason="needs the [serve] extra")
 from draftwood.runtime.serving.triton.call import classify
 from draftwood.runtime.serving.triton.metrics import REASONS
 from draftwood.runtime.serving.triton.model import TritonModel

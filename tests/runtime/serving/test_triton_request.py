@@ -12,8 +12,6 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from draftwood.runtime import ConfigError, RequestError, SamplingParams, SpeculativeConfig, StructuredOutput
-
-pytest.importorskip("pydantic", reason="needs the [serve] extra")
 from draftwood.runtime.serving.triton.contract import OPTIONAL_INPUTS
 from draftwood.runtime.serving.triton.request import (
     MAX_SETTINGS,

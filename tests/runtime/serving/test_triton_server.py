@@ -106,7 +106,6 @@ def test_counts_reasons_and_acceptance_are_those_of_the_result(tritonserver: Tri
 
 
 def test_speculation_and_forms_are_parameters(tritonserver: TritonServer, served_llm: LLM) -> None:
-    pytest.importorskip("llguidance", reason="needs the [structured] extra")
     sent, greedy = inputs("hello", max_tokens=12, stream=True, end_id=-1), replace(GREEDY, max_tokens=12)
     expected = list(served_llm.stream("hello", greedy, speculative=replace(OWN, grow="chain", max_draft_len=2)))
     changed = ask(tritonserver, PLAIN, sent, grow="chain", max_draft_len=2)

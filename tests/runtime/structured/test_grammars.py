@@ -25,8 +25,6 @@ from draftwood.runtime.structured.grammar_worker import open_tokenizer
 from draftwood.runtime.structured.grammars import COMPILING, KEPT, Grammars
 from draftwood.runtime.text.tokenizer import Tokenizer
 
-pytest.importorskip("llguidance", reason="needs the [structured] extra")
-
 PERSON = {
     "type": "object",
     "properties": {"name": {"type": "string", "maxLength": 8}, "age": {"type": "integer"}},
@@ -288,7 +286,7 @@ def test_a_server_reads_the_tokenizer_before_anybody_waits(tiny_bundle: Path, mo
 
 def test_a_missing_package_is_named(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "find_spec", lambda name: None)
-    with pytest.raises(RequestError, match=r"install draftwood\[structured\]"):
+    with pytest.raises(RequestError, match="pip install llguidance"):
         Grammars(tokenizer, tokenizer.vocab_size, ()).compile(StructuredOutput(regex="a"))
 
 

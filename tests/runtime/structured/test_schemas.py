@@ -18,8 +18,6 @@ from draftwood.runtime.sampling.structured import AnswerWithCalls, StructuredOut
 from draftwood.runtime.structured import grammars as module
 from draftwood.runtime.structured.json_values import digits_between
 
-pytest.importorskip("llguidance", reason="needs the [structured] extra")
-
 BIG = 1234567890123456789
 CALL = AnswerWithCalls(
     rules='start: TEXT "<call>" f\nTEXT: /[^<]*/', schemas=(("f", "tools[0]", '{"type": "object"}'),), opens=b"<call>"
