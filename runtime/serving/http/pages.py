@@ -25,7 +25,7 @@ CHAT, REFERENCE = "/", "/docs"
 # What the chat page loads from FOLDER, and under the address of the same name.
 FOLDER = "page"
 STYLES = ("icons.css", "page.css", "text.css")
-MODULES = ("conversations", "dom", "growing", "markdown", "page", "rounds", "server", "theme", "tint", "turns")
+MODULES = ("controls", "dom", "growing", "markdown", "page", "rounds", "server", "storage", "theme", "tint", "turns")
 LIBRARIES = ("libraries/highlight.min.js", "libraries/marked.esm.js", "libraries/purify.min.js")
 SCRIPTS = (*(f"{module}.js" for module in MODULES), *LIBRARIES)
 INLINE = re.compile(r"<(script|style)>(.*?)</\1>", re.DOTALL)

@@ -134,23 +134,26 @@ def test_a_text_is_continued(server: Served, browser: Browser) -> None:
 
 
 def test_an_answer_that_does_not_end_is_stopped_and_what_came_stays(fake: Scripted, page: Page) -> None:
-    for end in ("stop", "Escape", "new"):
+    for end in ("stop", "Escape", "new", "delete"):
         fake.left.clear()
         fill(page, prompt=ENDLESS)
         submit(page, "ask")
         page.wait("document.querySelector('.assistant > .text')?.textContent === 'ab'")
         if end == "Escape":
             press(page, end)
+        elif end == "delete":
+            click(page, "#list li.open button")
         else:
             page.run(f"document.getElementById('{end}').click()")
         assert fake.left.wait(60)
         page.wait(IDLE)
-        if end != "new":
+        if end in ("stop", "Escape"):
             assert texts(page, ".facts > span")[-1] == "stopped"
             ask(page, "the server still answers")
             assert [each["content"] for each in fake.asked[-1]] == [ENDLESS, "ab", "the server still answers"]
             page.run("document.getElementById('new').click()")
     assert texts(page, ".welcome h2") == ["Ask something"]
+    assert texts(page, "#list a") == [ENDLESS] * 3
 
 
 def test_an_answer_is_regenerated_and_a_message_edited(fake: Scripted, page: Page) -> None:
@@ -185,7 +188,7 @@ def test_conversations_are_kept_switched_and_deleted(fake: Scripted, page: Page)
     broken = {"{": "not JSON", '{"messages": [{"role": "system", "content": 1}]}': "no message"}
     for index, text in enumerate(broken):
         page.run(f"localStorage['draftwood.conversation.{index}'] = {text!r}")
-    kept = "import('./page/conversations.js').then(({ fresh, save, list }) => { const "
+    kept = "import('./page/storage.js').then(({ fresh, save, list }) => { const "
     page.run(
         kept + "one = () => ({ ...fresh('chat'), messages: [{ role: 'user', content: 'x'.repeat(90000) }] });"
         " for (let i = 0; i < 60; i++) save(one()); })"
@@ -209,6 +212,13 @@ def test_a_refused_message_is_not_lost(page: Page, said: str, error: str) -> Non
     fill(page, prompt="")
     ask(page, "after")
     assert not page.run(FAILED) and page.run(WRITTEN) == ""
+
+
+def test_a_wrong_setting_is_shown_and_the_message_stays(fake: Scripted, page: Page) -> None:
+    fill(page, temperature="-1")
+    ask(page, "hello")
+    assert page.run(WRITTEN) == "hello" and not page.run("document.getElementById('options').hidden")
+    assert not fake.asked
 
 
 def test_a_lost_connection_is_told_and_what_came_stays(browser: Browser) -> None:

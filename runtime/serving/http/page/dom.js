@@ -23,7 +23,9 @@ export function copyButton(label, text) {
   const made = button("copy", label, async () => {
     await copied(text());
     made.dataset.icon = "check";
-    setTimeout(() => { made.dataset.icon = "copy"; }, 1500);
+    setTimeout(() => {
+      made.dataset.icon = "copy";
+    }, 1500);
   });
   return made;
 }

@@ -29,7 +29,8 @@ export class MarkdownView {
     const tokens = lexed(source.slice(start));
     const anew = complete && Object.keys(tokens.links).length > 0; // addresses at the end belong to links before
     for (const token of tokens) {
-      if (token.type !== "space" && token.type !== "def") this.#put(index++, start, token, split(token, complete), runs, anew);
+      if (token.type !== "space" && token.type !== "def")
+        this.#put(index++, start, token, split(token, complete), runs, anew);
       start += token.raw.length;
     }
     for (const { node } of this.blocks.splice(index)) node.remove();
@@ -60,10 +61,11 @@ export class MarkdownView {
   }
 }
 
-/** A block as a shell and its parts. key: equal for blocks of an equal shell. raw: the text of the shell, before those of
- * the parts. Most kinds are a shell without parts. */
+/** A block as a shell and its parts; most kinds have none. key: equal for blocks of an equal shell. raw: the text of the
+ * shell, before those of the parts. */
 function split(token, complete) {
-  const { type, raw } = token, lines = raw.split(/(?<=\n)/);
+  const { type, raw } = token,
+    lines = raw.split(/(?<=\n)/);
   if (type === "list") {
     const parts = token.items.map((item) => ({ token: { ...token, items: [item] }, raw: item.raw }));
     return { key: `${token.ordered} ${token.start} ${token.loose}`, shell: { ...token, items: [] }, raw: "", parts };
@@ -73,8 +75,11 @@ function split(token, complete) {
     const head = lines[0] + lines[1];
     return { key: head, shell: { ...token, rows: [] }, raw: head, parts };
   }
-  if (type === "code" && raw.startsWith(token.text, lines[0].length)) { // it is fenced
-    const content = token.text.split(/(?<=\n)/), size = complete ? content.length : LINES, parts = [];
+  if (type === "code" && raw.startsWith(token.text, lines[0].length)) {
+    // it is fenced
+    const content = token.text.split(/(?<=\n)/),
+      size = complete ? content.length : LINES,
+      parts = [];
     for (let from = 0; from < content.length; from += size) {
       const text = content.slice(from, from + size).join("");
       parts.push({ token: { ...token, text }, raw: text });
@@ -93,7 +98,8 @@ export class PlainView {
   }
 
   update(text, runs) {
-    const more = text.slice(this.shown), added = element("span", "", more);
+    const more = text.slice(this.shown),
+      added = element("span", "", more);
     tint(added, more, marks(runs, this.shown, more.length));
     this.box.append(...added.childNodes);
     this.shown = text.length;

@@ -7,8 +7,34 @@ import "./libraries/purify.min.js"; // sets DOMPurify
 import { copyButton, element } from "./dom.js";
 
 const ALLOWED = {
-  ALLOWED_TAGS: ["a", "blockquote", "br", "code", "del", "em", "h1", "h2", "h3", "h4", "h5", "h6", "hr", "li", "ol", "p",
-    "pre", "span", "strong", "table", "tbody", "td", "th", "thead", "tr", "ul"],
+  ALLOWED_TAGS: [
+    "a",
+    "blockquote",
+    "br",
+    "code",
+    "del",
+    "em",
+    "h1",
+    "h2",
+    "h3",
+    "h4",
+    "h5",
+    "h6",
+    "hr",
+    "li",
+    "ol",
+    "p",
+    "pre",
+    "span",
+    "strong",
+    "table",
+    "tbody",
+    "td",
+    "th",
+    "thead",
+    "tr",
+    "ul",
+  ],
   ALLOWED_ATTR: ["align", "class", "href", "start", "title"],
   ADD_URI_SAFE_ATTR: ["align", "start"],
   ALLOWED_URI_REGEXP: /^(?:https?:\/\/|mailto:)/i,
@@ -23,7 +49,9 @@ const marked = new Marked({
   renderer: {
     code({ text, lang }) {
       const [name] = /^[\w+#.-]{0,30}/.exec(lang || "");
-      const content = hljs.getLanguage(name) ? hljs.highlight(text, { language: name, ignoreIllegals: true }).value : escaped(text);
+      const content = hljs.getLanguage(name)
+        ? hljs.highlight(text, { language: name, ignoreIllegals: true }).value
+        : escaped(text);
       return `<pre><code class="language-${name}">${content}</code></pre>\n`;
     },
     image: ({ href, text }) => `<a href="${escaped(href)}">${escaped(text || href)}</a>`, // loading it would tell its server
@@ -39,12 +67,14 @@ export function lexed(text) {
 /** The elements of a block. */
 export function rendered(token) {
   const fragment = DOMPurify.sanitize(marked.parser([token]).trimEnd(), ALLOWED);
-  for (const link of fragment.querySelectorAll("a")) Object.assign(link, { target: "_blank", rel: "noopener noreferrer" });
+  for (const link of fragment.querySelectorAll("a"))
+    Object.assign(link, { target: "_blank", rel: "noopener noreferrer" });
   for (const table of fragment.querySelectorAll("table")) wrapped(table, "scroll");
   for (const pre of fragment.querySelectorAll("pre")) {
-    const head = element("div", "head"), code = pre.querySelector("code");
-    const name = element("span", "", code.className.replace("language-", "") || "text");
-    head.append(name, copyButton("Copy the code", () => code.textContent));
+    const head = element("div", "head"),
+      code = pre.querySelector("code");
+    head.dataset.language = code.className.replace("language-", ""); // shown by the style: it is no text of the answer
+    head.append(copyButton("Copy the code", () => code.textContent));
     wrapped(pre, "code").prepend(head);
   }
   return fragment;

@@ -1,33 +1,20 @@
-// The page: conversations, settings, and the request that is running.
+// The page: the conversation that is open, and the request that is running.
 
-import { fresh, keep, list, load, read, remove, save } from "./conversations.js";
+import { DRAFT, fail, options, settings, side, write } from "./controls.js";
+import { fresh, keep, list, load, read, remove, save } from "./storage.js";
 import { button, element, part } from "./dom.js";
 import { showRounds } from "./rounds.js";
 import { call, events, useKey } from "./server.js";
 import { extend } from "./tint.js";
-import { AnswerTurn, edit, entered, figures, userTurn } from "./turns.js";
+import { AnswerTurn, edit, entered, explainTint, figures, userTurn, welcome } from "./turns.js";
 
-const CONVERSATION = "v1/chat/completions", TEXT = "v1/completions";
+const CONVERSATION = "v1/chat/completions",
+  TEXT = "v1/completions";
 const STREAM = { include_usage: true, continuous_usage_stats: true, include_pieces: true };
-const DRAFT = "draftwood.draft", LEGEND = "draftwood.legend";
-const INTRODUCTION = "A draft model proposes words ahead and this model checks them: faster, and the answers are its own.";
-const EXAMPLES = {
-  chat: ["What is a hash table? Show one in Python.", "Compare TCP and UDP in a table.", "Write a limerick about a carpenter."],
-  text: ["def fibonacci(n):\n", "Once upon a time there was a little girl", "import os\nimport sys\n\n\ndef main(argv=None):\n"],
-};
 let conversation = load(location.hash.slice(1)) || fresh("chat");
 let running = null; // {control, ended} of the request that is running
 
 // ---- requests
-
-function settings() {
-  const number = (name) => Number(part(name).value);
-  return {
-    temperature: number("temperature"), top_p: number("top_p"), max_tokens: number("limit"),
-    seed: part("seed").value === "" ? crypto.getRandomValues(new Uint32Array(1))[0] : number("seed"),
-    ...(part("speculate").checked ? {} : { speculative: false }),
-  };
-}
 
 /** Path and body of the request for what follows `messages`. */
 function request({ mode, system }, messages, chosen) {
@@ -40,11 +27,15 @@ function request({ mode, system }, messages, chosen) {
 async function answer(messages, refused) {
   if (!part("options").checkValidity()) {
     options(true);
-    return void part("options").reportValidity();
+    part("options").reportValidity();
+    return refused();
   }
   if (running) await stop();
-  const own = conversation, before = own.messages, control = new AbortController();
-  const message = { role: "assistant", content: "", runs: [], facts: [], settings: settings() }, turn = new AnswerTurn(own.mode);
+  const own = conversation,
+    before = own.messages,
+    control = new AbortController();
+  const message = { role: "assistant", content: "", runs: [], facts: [], tokens: 0, settings: settings() },
+    turn = new AnswerTurn(own.mode);
   own.system = part("system").value;
   own.messages = messages;
   const changed = messages.findIndex((each, index) => each !== before[index]);
@@ -58,12 +49,14 @@ async function answer(messages, refused) {
   };
   running = { control, ended: stream(own, messages, message, turn, begun, control.signal) };
   busy(true);
-  const failure = await running.ended, stopped = failure?.name === "AbortError", came = own.messages.at(-1) === message;
+  const failure = await running.ended,
+    stopped = failure?.name === "AbortError",
+    came = own.messages.at(-1) === message;
   if (running?.control === control) busy(false);
   if (!came) own.messages = before;
   else if (failure) message.facts = [...message.facts, stopped ? "stopped" : "broken off"];
   if (came) keepConversation(own);
-  if (own === conversation && came) complete(turn, message, messages);
+  if (own === conversation && came) following(() => complete(turn, message, messages));
   else if (own === conversation) {
     show();
     refused();
@@ -78,14 +71,16 @@ async function stream(own, messages, message, turn, begun, signal) {
     const [path, body] = request(own, messages, message.settings);
     let start = null;
     for await (const event of events(await call(path, { ...body, stream: true, stream_options: STREAM }, signal))) {
-      for (const choice of event.choices) for (const piece of choice.pieces || []) {
-        message.content += piece.text;
-        extend(message.runs, piece.text.length, piece.drafted);
-      }
+      for (const choice of event.choices)
+        for (const piece of choice.pieces || []) {
+          message.content += piece.text;
+          extend(message.runs, piece.text.length, piece.drafted);
+        }
       if (!event.usage?.completion_tokens) continue;
       if (!start) begun();
       const now = performance.now();
       start = start || { time: now, tokens: event.usage.completion_tokens };
+      message.tokens = event.usage.completion_tokens;
       if (event.choices.length) message.facts = figures(event.model, event.usage, start, now);
       if (own === conversation) soon(() => turn.update(message));
     }
@@ -108,33 +103,40 @@ function busy(yes) {
   part("log").setAttribute("aria-busy", yes);
 }
 
-function fail(text) {
-  part("error").hidden = !text;
-  part("error").firstElementChild.textContent = text;
-}
-
 // ---- what is shown
 
 let draw = null; // what the next frame draws
 
-/** Draw in the next frame; of several before it, only the last. A reader at the end stays there. */
+/** Draw in the next frame; of several before it, only the last. */
 function soon(drawing) {
-  if (draw === null) requestAnimationFrame(() => {
-    const log = part("log"), follows = log.scrollHeight - log.scrollTop - log.clientHeight < 60, last = draw;
-    draw = null;
-    last();
-    explainTint();
-    if (follows) log.scrollTop = log.scrollHeight;
-  });
+  if (draw === null)
+    requestAnimationFrame(() => {
+      const last = draw;
+      draw = null;
+      following(last);
+    });
   draw = drawing;
+}
+
+/** Draw; a reader at the end stays there. */
+function following(drawing) {
+  const log = part("log"),
+    follows = log.scrollHeight - log.scrollTop - log.clientHeight < 60;
+  drawing();
+  explainTint();
+  if (follows) log.scrollTop = log.scrollHeight;
 }
 
 /** Show the conversation; its first `kept` turns are shown already. */
 function show(kept = 0) {
-  const { messages } = conversation, log = part("log"), all = log.classList.toggle("empty", !messages.length);
+  const { messages } = conversation,
+    log = part("log"),
+    all = log.classList.toggle("empty", !messages.length);
   for (const old of [...log.children].slice(kept)) old.remove();
-  if (all) log.append(welcome());
-  messages.forEach((message, index) => { if (index >= kept) log.append(turnOf(message, index)); });
+  if (all) log.append(welcome(conversation.mode, send));
+  messages.forEach((message, index) => {
+    if (index >= kept) log.append(turnOf(message, index));
+  });
   explainTint();
   log.scrollTop = log.scrollHeight;
   listConversations();
@@ -149,48 +151,29 @@ function turnOf(message, index) {
 
 /** asked: the messages before an answer. */
 function complete(turn, message, asked) {
-  const own = conversation, rounds = () => showRounds(...request(own, asked, message.settings));
+  const own = conversation,
+    rounds = () => showRounds(request(own, asked, message.settings), message.tokens);
   turn.complete(message, () => answer(asked, () => {}), rounds);
-  explainTint();
-}
-
-function welcome() {
-  const box = element("section", "welcome"), examples = element("div", "examples");
-  box.append(element("h2", "", conversation.mode === "text" ? "Begin a text" : "Ask something"), element("p", "soft", INTRODUCTION), examples);
-  for (const example of EXAMPLES[conversation.mode]) {
-    const choice = element("button", "example", example.trim());
-    choice.type = "button";
-    choice.onclick = () => send(example);
-    examples.append(choice);
-  }
-  return box;
-}
-
-/** Say what the colour means below the first answer that has it, until the reader knows. */
-function explainTint() {
-  if (read(LEGEND) || document.querySelector(".legend")) return;
-  const first = document.querySelector(".assistant .drafted")?.closest(".turn");
-  if (!first) return;
-  const legend = element("p", "legend"), sample = element("span", "drafted", "Tinted");
-  const known = button("known", "Got it", () => { keep(LEGEND, "known"); legend.remove(); }, "Got it");
-  legend.append(sample, " tokens were proposed by the draft, and the model agreed. The others are its own. ", known);
-  first.append(legend);
 }
 
 function listConversations() {
-  part("list").replaceChildren(...list().map(({ id, title }) => {
-    const row = element("li", id === conversation.id ? "open" : ""), link = element("a", "", title);
-    link.href = "#" + id;
-    if (id === conversation.id) link.setAttribute("aria-current", "page");
-    const away = button("delete", `Delete “${title}”`, () => {
-      remove(id);
-      if (id === conversation.id) open(fresh(part("mode").value));
-      else listConversations();
-    });
-    away.dataset.icon = "trash";
-    row.append(link, away);
-    return row;
-  }));
+  part("list").replaceChildren(
+    ...list().map(({ id, title }) => {
+      const row = element("li", id === conversation.id ? "open" : ""),
+        link = element("a", "", title);
+      link.href = "#" + id;
+      if (id === conversation.id) link.setAttribute("aria-current", "page");
+      const away = button("delete", `Delete “${title}”`, () => {
+        remove(id);
+        if (id !== conversation.id) return listConversations();
+        conversation.gone = true; // what may still run is not kept either
+        open(fresh(part("mode").value));
+      });
+      away.dataset.icon = "trash";
+      row.append(link, away);
+      return row;
+    }),
+  );
 }
 
 // ---- what the user does
@@ -208,6 +191,7 @@ function open(next) {
 }
 
 function keepConversation(own) {
+  if (own.gone) return;
   if (!save(own)) fail("This browser does not keep this conversation: it is too long, or storage is turned off.");
   if (own === conversation) history.replaceState(null, "", "#" + own.id);
   listConversations();
@@ -227,35 +211,15 @@ function resend(index, text) {
   });
 }
 
-/** Put a text where messages are written, as high as its lines. */
-function write(text) {
-  part("prompt").value = text;
-  part("prompt").oninput();
-}
-
-function side(open) {
-  part("side").classList.toggle("open", open);
-  part("curtain").hidden = !open;
-  part("menu").setAttribute("aria-expanded", open);
-}
-
-function options(open) {
-  part("options").hidden = !open;
-  part("gear").setAttribute("aria-expanded", open);
-}
-
 part("ask").onsubmit = (event) => {
   event.preventDefault();
   if (!running && part("prompt").value) send(part("prompt").value);
 };
 part("prompt").onkeydown = (event) => {
-  if (entered(event)) { event.preventDefault(); part("ask").requestSubmit(); }
-};
-part("prompt").oninput = () => {
-  const area = part("prompt");
-  keep(DRAFT, area.value);
-  area.style.height = "auto";
-  area.style.height = area.scrollHeight + 2 + "px";
+  if (entered(event)) {
+    event.preventDefault();
+    part("ask").requestSubmit();
+  }
 };
 document.onkeydown = (event) => {
   if (event.key !== "Escape" || part("rounds").open) return;
@@ -266,21 +230,6 @@ document.onkeydown = (event) => {
 part("stop").onclick = () => running && stop();
 part("new").onclick = () => open(fresh(part("mode").value, part("system").value));
 part("mode").onchange = () => open(fresh(part("mode").value, part("system").value));
-part("menu").onclick = () => side(!part("side").classList.contains("open"));
-part("curtain").onclick = () => side(false);
-part("gear").onclick = () => options(part("options").hidden);
-part("options").onsubmit = (event) => { event.preventDefault(); options(false); };
-part("error").lastElementChild.onclick = () => fail("");
-part("theme").onclick = () => {
-  const { dataset } = document.documentElement, dark = matchMedia("(prefers-color-scheme: dark)").matches;
-  dataset.theme = (dataset.theme || (dark ? "dark" : "light")) === "dark" ? "light" : "dark";
-  keep("draftwood.theme", dataset.theme);
-};
-part("tint").onclick = () => {
-  const off = document.documentElement.classList.toggle("no-tint");
-  part("tint").setAttribute("aria-pressed", !off);
-  keep("draftwood.tint", off ? "off" : "on");
-};
 part("unlock").onsubmit = (event) => {
   event.preventDefault();
   useKey(part("key").value);
@@ -317,7 +266,6 @@ async function look() {
   });
 }
 
-part("tint").setAttribute("aria-pressed", !document.documentElement.classList.contains("no-tint"));
 part("mode").value = conversation.mode;
 part("system").value = conversation.system;
 write(read(DRAFT));

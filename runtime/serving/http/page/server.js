@@ -12,12 +12,15 @@ export function useKey(value) {
 
 /** The answer to a GET, or to a POST of a body. A refused key is announced by the event "locked". */
 export async function call(path, body, signal) {
-  const headers = { "content-type": "application/json" }, used = key;
+  const headers = { "content-type": "application/json" },
+    used = key;
   if (used) headers.authorization = "Bearer " + used;
-  const options = body === undefined ? { headers, signal } : { method: "POST", headers, body: JSON.stringify(body), signal };
+  const options =
+    body === undefined ? { headers, signal } : { method: "POST", headers, body: JSON.stringify(body), signal };
   const answer = await fetch(path, options).catch(lost(UNREACHABLE));
   if (answer.ok) return answer;
-  if (answer.status === 401 && key === used) { // unless another key was entered meanwhile
+  if (answer.status === 401 && key === used) {
+    // unless another key was entered meanwhile
     key = "";
     document.dispatchEvent(new CustomEvent("locked", { detail: used !== "" }));
   }
@@ -28,7 +31,7 @@ export async function call(path, body, signal) {
 /** The events of a stream. Raises ServerError for an error among them, and if the stream breaks off. */
 export async function* events(answer) {
   const reader = answer.body.pipeThrough(new TextDecoderStream()).getReader();
-  for (let rest = "";;) {
+  for (let rest = ""; ;) {
     const { value, done } = await reader.read().catch(lost(LOST));
     if (done) throw new ServerError(LOST);
     const parts = (rest + value).split("\n\n");
@@ -44,7 +47,9 @@ export async function* events(answer) {
 }
 
 function lost(message) {
-  return (error) => { throw error.name === "AbortError" ? error : new ServerError(message); };
+  return (error) => {
+    throw error.name === "AbortError" ? error : new ServerError(message);
+  };
 }
 
 function inWords(answer, message) {

@@ -4,4 +4,6 @@ try {
   const chosen = localStorage.getItem("draftwood.theme");
   if (chosen === "light" || chosen === "dark") document.documentElement.dataset.theme = chosen;
   document.documentElement.classList.toggle("no-tint", localStorage.getItem("draftwood.tint") === "off");
-} catch { /* the browser keeps nothing for this page */ }
+} catch {
+  /* the browser keeps nothing for this page */
+}

@@ -27,14 +27,17 @@ export function marks(runs, start, length) {
  * Rendering removes markup and keeps the order of words, so each word is the next one of this spelling in the source. A
  * word that the source spells in another way, such as `&lt;`, gets the colour of the word before. */
 export function tint(block, source, marked) {
-  const walker = document.createTreeWalker(block, NodeFilter.SHOW_TEXT), texts = [];
+  const walker = document.createTreeWalker(block, NodeFilter.SHOW_TEXT),
+    texts = [];
   while (walker.nextNode()) {
     const parent = walker.currentNode.parentElement;
     if (parent && !parent.matches(BETWEEN)) texts.push(walker.currentNode);
   }
-  let place = 0, last = 0;
+  let place = 0,
+    last = 0;
   for (const node of texts) {
-    const text = node.data, kinds = new Uint8Array(text.length);
+    const text = node.data,
+      kinds = new Uint8Array(text.length);
     const whole = near(source, text, place);
     if (whole >= 0) {
       kinds.set(marked.subarray(whole, whole + text.length));

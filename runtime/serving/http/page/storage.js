@@ -1,8 +1,10 @@
 // Conversations in the browser's localStorage, each under a name of its own so that two tabs do not overwrite each
 // other's. What is read back is checked: anything on this machine may have written it.
 
-const PREFIX = "draftwood.conversation.", TITLE = 60;
-const MOST = 50, MOST_CHARACTERS = 2_000_000; // of all conversations; browsers keep about five million
+const PREFIX = "draftwood.conversation.",
+  TITLE = 60;
+const MOST = 50,
+  MOST_CHARACTERS = 2_000_000; // of all conversations; browsers keep about five million
 
 export function fresh(mode, system = "") {
   const random = crypto.getRandomValues(new Uint32Array(2));
@@ -26,7 +28,13 @@ export function load(id) {
   try {
     const { changed, mode, system, messages } = JSON.parse(read(PREFIX + id));
     if (!messages.length || !messages.every(isMessage)) return null;
-    return { id, changed: Number(changed) || 0, mode: mode === "text" ? "text" : "chat", system: String(system || ""), messages };
+    return {
+      id,
+      changed: Number(changed) || 0,
+      mode: mode === "text" ? "text" : "chat",
+      system: String(system || ""),
+      messages,
+    };
   } catch {
     return null;
   }
@@ -35,7 +43,8 @@ export function load(id) {
 /** Returns whether the browser keeps it. The oldest others make room. */
 export function save(conversation) {
   conversation.changed = Date.now();
-  const text = JSON.stringify(conversation), others = list().filter((each) => each.id !== conversation.id);
+  const text = JSON.stringify(conversation),
+    others = list().filter((each) => each.id !== conversation.id);
   let characters = text.length + others.reduce((sum, each) => sum + each.characters, 0);
   while (others.length && (others.length >= MOST || characters > MOST_CHARACTERS)) {
     const oldest = others.pop();
