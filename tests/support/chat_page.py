@@ -33,8 +33,8 @@ class Scripted(NamedTuple):
 
 
 @contextmanager
-def scripted(pieces: Pieces, model: str = "scripted", error: str = "no") -> Iterator[Scripted]:
-    """error: the message of errors."""
+def scripted(pieces: Pieces, model: str = "scripted", error: str = "no", chats: bool = True) -> Iterator[Scripted]:
+    """error: the message of errors. chats: whether the model has a chat template."""
     left, asked, answers = Event(), list[list[dict[str, str]]](), list(pieces)
     files, page = page_files(), chat_page(SamplingParams())
 
@@ -49,8 +49,8 @@ def scripted(pieces: Pieces, model: str = "scripted", error: str = "no") -> Iter
 
         def do_POST(self) -> None:
             body = json.loads(self.body())
-            if self.path == "/tokenize":  # there is a chat template
-                return self.reply(b"{}")
+            if self.path == "/tokenize":
+                return self.reply(b"{}", 200 if chats else 400)
             said, refusal = body["messages"][-1]["content"], json.dumps({"error": {"message": error}}).encode()
             if said == BUSY:
                 return self.reply(refusal, 429, [("retry-after", "1")])

@@ -133,6 +133,13 @@ def test_a_text_is_continued(server: Served, browser: Browser) -> None:
     assert texts(page, ".assistant > .text") == [plain["text"]]
 
 
+def test_a_model_without_a_chat_template_continues_texts(browser: Browser) -> None:
+    with scripted([], chats=False) as fake:
+        page = opened(browser.open(fake.address))
+        page.wait("document.getElementById('mode').value === 'text'")
+        assert texts(page, ".welcome h2") == ["Begin a text"]
+
+
 def test_an_answer_that_does_not_end_is_stopped_and_what_came_stays(fake: Scripted, page: Page) -> None:
     for end in ("stop", "Escape", "new", "delete"):
         fake.left.clear()

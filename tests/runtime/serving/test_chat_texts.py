@@ -79,6 +79,9 @@ def page(browser: Browser) -> Iterator[Page]:
 def test_nothing_of_a_hostile_text_runs_at_any_cut(page: Page) -> None:
     for text in ATTACKS:
         assert page.run(f"{DRAWN}({json.dumps(text)}, 1)") == [], text
+    assert page.run(f"{DRAWN}('> '.repeat(8000), 16000)") == [
+        "class=plain"
+    ]  # too deep for the parser: the text as it is
     page.run("new Promise(resolve => setTimeout(resolve, 50))")  # an image that failed to load would run by now
     assert page.run("typeof hacked") == "undefined" and not page.complaints()
     assert all(url.startswith(("http://127.0.0.1", "data:")) for url in page.requested())

@@ -9,10 +9,14 @@ export function element(kind, name = "", text = "") {
   return made;
 }
 
-/** A button with an icon of icons in page.css; without a text of its own it has only the icon. */
+export function textButton(name, text, onclick) {
+  return Object.assign(element("button", name, text), { type: "button", onclick });
+}
+
+/** A button with an icon of icons.css, and perhaps a text. */
 export function button(icon, label, onclick, text = "") {
-  const made = element("button", icon, text);
-  Object.assign(made, { type: "button", title: label, onclick });
+  const made = textButton(icon, text, onclick);
+  made.title = label;
   made.dataset.icon = icon;
   made.setAttribute("aria-label", label);
   return made;

@@ -61,12 +61,14 @@ const marked = new Marked({
 
 /** The blocks of a text, as the parser's tokens. `raw` of all together is the text. */
 export function lexed(text) {
-  return marked.lexer(text);
+  return shallow(() => marked.lexer(text)) ?? Object.assign([{ type: "plain", raw: text }], { links: {} });
 }
 
 /** The elements of a block. */
 export function rendered(token) {
-  const fragment = DOMPurify.sanitize(marked.parser([token]).trimEnd(), ALLOWED);
+  const html = token.type === "plain" ? null : shallow(() => marked.parser([token]));
+  if (html === null) return element("p", "plain", token.raw);
+  const fragment = DOMPurify.sanitize(html.trimEnd(), ALLOWED);
   for (const link of fragment.querySelectorAll("a"))
     Object.assign(link, { target: "_blank", rel: "noopener noreferrer" });
   for (const table of fragment.querySelectorAll("table")) wrapped(table, "scroll");
@@ -89,4 +91,14 @@ function wrapped(node, name) {
 
 function escaped(text) {
   return text.replace(/[&<>"']/g, (character) => `&#${character.charCodeAt(0)};`);
+}
+
+/** What `work` returns, or null where a text is too deep for the parser, such as thousands of quotes in each other. */
+function shallow(work) {
+  try {
+    return work();
+  } catch (error) {
+    if (error instanceof RangeError) return null;
+    throw error;
+  }
 }

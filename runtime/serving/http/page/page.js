@@ -163,13 +163,12 @@ function listConversations() {
         link = element("a", "", title);
       link.href = "#" + id;
       if (id === conversation.id) link.setAttribute("aria-current", "page");
-      const away = button("delete", `Delete “${title}”`, () => {
+      const away = button("trash", `Delete “${title}”`, () => {
         remove(id);
         if (id !== conversation.id) return listConversations();
         conversation.gone = true; // what may still run is not kept either
         open(fresh(part("mode").value));
       });
-      away.dataset.icon = "trash";
       row.append(link, away);
       return row;
     }),
@@ -260,9 +259,10 @@ async function look() {
     return error.status === 401 ? undefined : fail(error.message);
   }
   await call("tokenize", { messages: [{ role: "user", content: "a" }] }).catch((error) => {
-    if (error.status !== 400 || conversation.messages.length) return;
-    conversation.mode = part("mode").value = "text";
-    show();
+    if (error.status !== 400) return;
+    part("mode").value = "text";
+    part("mode").firstElementChild.disabled = true;
+    if (!conversation.messages.length) open(fresh("text"));
   });
 }
 

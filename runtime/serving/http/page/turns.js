@@ -1,7 +1,7 @@
 // The turns of a conversation as elements: messages, answers that may still grow, and what stands before the first.
 
 import { keep, read } from "./storage.js";
-import { button, copyButton, element } from "./dom.js";
+import { button, copyButton, element, textButton } from "./dom.js";
 import { MarkdownView, PlainView } from "./growing.js";
 
 const LEGEND = "draftwood.legend";
@@ -43,7 +43,7 @@ export function edit(turn, content, resend) {
   Object.assign(area, { value: content, required: true, rows: Math.min(12, content.split("\n").length + 1) });
   area.setAttribute("aria-label", "Your message, edited");
   const send = element("button", "strong", "Send");
-  form.append(area, button("cancel", "Cancel", close, "Cancel"), send);
+  form.append(area, textButton("cancel", "Cancel", close), send);
   form.onsubmit = (event) => {
     event.preventDefault();
     resend(area.value);
@@ -130,10 +130,7 @@ export function welcome(mode, send) {
     examples,
   );
   for (const example of EXAMPLES[mode]) {
-    const choice = element("button", "example", example.trim());
-    choice.type = "button";
-    choice.onclick = () => send(example);
-    examples.append(choice);
+    examples.append(textButton("example", example.trim(), () => send(example)));
   }
   return box;
 }
@@ -146,15 +143,10 @@ export function explainTint() {
   const legend = element("p", "legend"),
     words = element("span"),
     sample = element("span", "drafted", "Tinted");
-  const known = button(
-    "known",
-    "Got it",
-    () => {
-      keep(LEGEND, "known");
-      legend.remove();
-    },
-    "Got it",
-  );
+  const known = textButton("known", "Got it", () => {
+    keep(LEGEND, "known");
+    legend.remove();
+  });
   words.append(sample, " tokens were proposed by the draft, and the model agreed. The others are its own.");
   legend.append(words, known);
   first.append(legend);
