@@ -1,29 +1,42 @@
-"""The chat page in a real headless browser, over a real server; and over one that sends hostile texts."""
+"""The chat page in a real headless browser: a conversation over a real server, and what a user does over a scripted
+one."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
-from contextlib import contextmanager
-from http.server import ThreadingHTTPServer
 from pathlib import Path
-from threading import Event
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
-from answering import QuietHandler, answering
 from browser import Browser, Page, chromium
 from serving import Served, served, with_chat_template
 
 httpx = pytest.importorskip("httpx", reason="needs httpx")
 
-from draftwood.runtime.sampling.params import SamplingParams  # noqa: E402
-from draftwood.runtime.serving.http.pages import chat_page  # noqa: E402 - only where it is installed
+from chat_page import (  # noqa: E402 - only where the server is installed
+    BROKEN,
+    BUSY,
+    ENDLESS,
+    IDLE,
+    MODEL,
+    REFUSED,
+    STORED,
+    Scripted,
+    ask,
+    click,
+    fill,
+    messages,
+    opened,
+    press,
+    reload,
+    scripted,
+    submit,
+    texts,
+)
 
 KEY = "secret"
-MODEL = "document.getElementById('model').textContent"
-ENDLESS = "the answer to this does not end"
-HOSTILE = "<script>hacked = 1</script><img src=x onerror='hacked = 1'></span><b id=injected>&lt;"
+FAILED = "!document.getElementById('error').hidden"
+WRITTEN = "document.getElementById('prompt').value"
 
 
 @pytest.fixture(scope="module")
@@ -43,24 +56,15 @@ def server(bundle: Path, browser: Browser) -> Iterator[Served]:
         yield running
 
 
-def fill(page: Page, **values: str) -> None:
-    for name, value in values.items():
-        page.run(f"document.getElementById('{name}').value = {json.dumps(value)}")
+@pytest.fixture
+def fake() -> Iterator[Scripted]:
+    with scripted([("a", True), ("b", False)], error="that cannot be") as running:
+        yield running
 
 
-def submit(page: Page, form: str) -> None:
-    page.run(f"document.getElementById('{form}').requestSubmit()")
-
-
-def ask(page: Page, prompt: str) -> str:
-    """Send a message; returns the answer's text when it is complete."""
-    asked = page.run("document.querySelectorAll('.assistant').length")
-    fill(page, prompt=prompt)
-    submit(page, "ask")
-    page.wait(f"document.querySelectorAll('.assistant').length > {asked}")
-    page.wait("document.getElementById('stop').hidden && document.querySelector('button.explain')")
-    answers: list[str] = page.run("[...document.querySelectorAll('.assistant')].map(box => box.textContent)")
-    return answers[-1]
+@pytest.fixture
+def page(fake: Scripted, browser: Browser) -> Page:
+    return opened(browser.open(fake.address))
 
 
 def unlocked(server: Served, browser: Browser) -> Page:
@@ -84,24 +88,25 @@ def answered(server: Served, path: str, **body: Any) -> Any:
 def test_a_conversation_from_the_key_to_the_rounds(server: Served, browser: Browser) -> None:
     page = unlocked(server, browser)
     assert page.run("document.getElementById('unlock').hidden && document.getElementById('mode').value") == "chat"
-    assert page.run("[document.cookie, localStorage.length, sessionStorage.length].join()") == ",0,0"
-
     fill(page, seed="7", temperature="1", top_p="1", limit="24", system="be brief")
-    messages = [{"role": "system", "content": "be brief"}]
-    for said in ("hello", "again"):
-        messages.append({"role": "user", "content": said})
-        expected = answered(server, "/chat/completions", messages=messages, seed=7, temperature=1, max_tokens=24)
-        messages.append({"role": "assistant", "content": ask(page, said)})
-        assert messages[-1]["content"] == expected["message"]["content"] != ""
-    assert "tokens/s" in page.run("document.querySelector('.facts').textContent")
-    accepted = page.run("/(\\d+) of (\\d+) drafted tokens accepted/.exec(document.querySelector('.facts').textContent)")
-    drafted = page.run("document.querySelector('.assistant').querySelectorAll('.drafted').length")
-    assert drafted <= int(accepted[1]) <= int(accepted[2]) and int(accepted[2]) > 0
+    said = [{"role": "system", "content": "be brief"}]
+    for text in ("hello", "again"):
+        said.append({"role": "user", "content": text})
+        expected = answered(server, "/chat/completions", messages=said, seed=7, temperature=1, max_tokens=24)
+        ask(page, text)
+        said.append({"role": "assistant", "content": messages(page)[-1]["content"]})
+        assert said[-1]["content"] == expected["message"]["content"] != ""
+    assert KEY not in page.run("JSON.stringify(localStorage) + JSON.stringify(sessionStorage) + document.cookie")
+    model, tokens, _, a_pass, drafted = messages(page)[1]["facts"]
+    assert (model, tokens) == ("tiny", "24 tokens") and a_pass.endswith(" tokens a pass")
+    accepted, of_all = (int(word) for word in drafted.split() if word.isdigit())
+    assert 0 < accepted <= of_all and float(a_pass.split()[0]) == round(24 / (24 - accepted), 2)
+    assert messages(page)[1]["runs"][1::2] and texts(page, ".drafted") and texts(page, ".legend")
 
-    page.run("document.querySelector('button.explain').click()")
-    page.wait("document.querySelector('a.explained')")
+    click(page, ".explain")
+    page.wait("!document.querySelector('#rounds iframe').hidden")
     before = {target["targetId"] for target in browser.pages()}
-    page.run("document.querySelector('a.explained').click()")
+    click(page, "#rounds a")
     opened = wait_for_page(browser, before)
     opened.wait("document.readyState === 'complete' && document.querySelector('details')")
     rounds = opened.run("document.querySelectorAll('details').length")
@@ -121,87 +126,137 @@ def wait_for_page(browser: Browser, before: set[str]) -> Page:
 def test_a_text_is_continued(server: Served, browser: Browser) -> None:
     page = unlocked(server, browser)
     fill(page, mode="text", seed="3", limit="16", temperature="0")
+    page.run("document.getElementById('mode').dispatchEvent(new Event('change'))")
     plain = answered(server, "/completions", prompt="hello", max_tokens=16, temperature=0)
-    assert ask(page, "hello") == plain["text"]
-    page.run("document.getElementById('clear').click()")
-    assert page.run("document.getElementById('log').children.length") == 0
+    ask(page, "hello")
+    assert texts(page, ".assistant > .text") == [plain["text"]]
 
 
-class Hostile(NamedTuple):
-    """left: set when the browser has ended the answer to ENDLESS. asked: the messages of each request."""
-
-    address: str
-    left: Event
-    asked: list[list[dict[str, str]]]
-
-
-@contextmanager
-def hostile(piece: str) -> Iterator[Hostile]:
-    """A server with the real page, whose model, answers and errors are `piece`."""
-    left, asked = Event(), list[list[dict[str, str]]]()
-
-    class Handler(QuietHandler):
-        def do_GET(self) -> None:
-            page = chat_page(SamplingParams())
-            content = bytes(page.body) if self.path == "/" else json.dumps({"data": [{"id": piece}]}).encode()
-            headers = [each for each in page.headers.items() if each[0] != "content-length"]
-            self.reply(content, headers=headers if self.path == "/" else ())
-
-        def do_POST(self) -> None:
-            body = json.loads(self.body())
-            if self.path == "/tokenize":  # there is a chat template
-                return self.reply(b"{}")
-            if "stream" not in body:
-                return self.reply(json.dumps({"error": {"message": piece}}).encode(), 400)
-            asked.append(body["messages"])
-            choice = {"pieces": [{"text": piece, "drafted": True}, {"text": piece, "drafted": False}]}
-            event = {"model": piece, "choices": [choice], "usage": {"completion_tokens": 1}}
-            events = f"data: {json.dumps(event)}\n\n".encode()
-            if body["messages"][-1]["content"] != ENDLESS:
-                return self.reply(events + b"data: [DONE]\n\n")
-            self.send_response(200)
-            self.end_headers()
-            self.wfile.write(events)
-            if not self.rfile.read(1):  # returns when the browser has closed the connection
-                left.set()
-
-    with answering(ThreadingHTTPServer(("127.0.0.1", 0), Handler)) as address:
-        yield Hostile(f"{address}/", left, asked)
+def test_a_model_without_a_chat_template_continues_texts(browser: Browser) -> None:
+    with scripted([], chats=False) as fake:
+        page = opened(browser.open(fake.address))
+        page.wait("document.getElementById('mode').value === 'text'")
+        assert texts(page, ".welcome h2") == ["Begin a text"]
 
 
-def test_an_answer_that_does_not_end_is_stopped_and_leaves_nothing(browser: Browser) -> None:
-    with hostile("a") as server:
-        page = browser.open(server.address)
-        for button in ("stop", "clear"):
-            server.left.clear()
-            fill(page, prompt=ENDLESS)
-            submit(page, "ask")
-            page.wait("document.querySelector('.assistant')?.textContent === 'aa'")
-            page.run(f"document.getElementById('{button}').click()")
-            assert server.left.wait(60)
-            page.wait("document.getElementById('stop').hidden")
-            if button == "stop":
-                assert ask(page, "the server still answers") == "aa"
-                page.run("document.getElementById('clear').click()")
-        assert ask(page, "hello") == "aa" and server.asked[-1] == [{"role": "user", "content": "hello"}]
-        assert ask(page, "again") == "aa" and [each["content"] for each in server.asked[-1]] == ["hello", "aa", "again"]
+def test_an_answer_that_does_not_end_is_stopped_and_what_came_stays(fake: Scripted, page: Page) -> None:
+    for end in ("stop", "Escape", "new", "delete"):
+        fake.left.clear()
+        fill(page, prompt=ENDLESS)
+        submit(page, "ask")
+        page.wait("document.querySelector('.assistant > .text')?.textContent === 'ab'")
+        if end == "Escape":
+            press(page, end)
+        elif end == "delete":
+            click(page, "#list li.open button")
+        else:
+            page.run(f"document.getElementById('{end}').click()")
+        assert fake.left.wait(60)
+        page.wait(IDLE)
+        if end in ("stop", "Escape"):
+            assert texts(page, ".facts > span")[-1] == "stopped"
+            ask(page, "the server still answers")
+            assert [each["content"] for each in fake.asked[-1]] == [ENDLESS, "ab", "the server still answers"]
+            page.run("document.getElementById('new').click()")
+    assert texts(page, ".welcome h2") == ["Ask something"]
+    assert texts(page, "#list a") == [ENDLESS] * 3
 
 
-def test_no_text_becomes_markup_or_code(browser: Browser) -> None:
-    """And even if one became markup, the policy lets no script or style of it count."""
-    with hostile(HOSTILE) as server:
-        page = browser.open(server.address)
-        page.wait("document.getElementById('model').textContent")
-        assert ask(page, HOSTILE) == 2 * HOSTILE
-        page.run("document.querySelector('button.explain').click()")
-        page.wait("document.querySelector('.error')")
-        texts = page.run("[...document.querySelectorAll('#model, .user, .error')].map(each => each.textContent)")
-        assert texts == [HOSTILE] * 3
-        assert page.run("document.getElementById('injected') === null && typeof hacked") == "undefined"
-        assert not [url for url in page.requested() if url.endswith("/x")]
-        page.run(f"document.body.insertAdjacentHTML('beforeend', {json.dumps(HOSTILE)})")
-        page.run("document.body.append(Object.assign(document.createElement('script'), {textContent: 'hacked = 1'}))")
-        page.wait("document.getElementById('injected')")
-        assert page.run("fetch('http://127.0.0.2:9/').catch(error => 'refused')") == "refused"
-        assert page.run("typeof hacked") == "undefined"
-        assert any("Content Security Policy" in each["entry"]["text"] for each in page.events("Log.entryAdded"))
+def test_an_answer_is_regenerated_and_a_message_edited(fake: Scripted, page: Page) -> None:
+    click(page, ".example")
+    page.wait(f"{IDLE} && document.querySelector('.assistant .again')")
+    ask(page, "second")
+    assert texts(page, ".user > .text")[1] == "second"
+    fake.pieces[:] = [("new", False)]
+    click(page, ".again")
+    page.wait(f"{IDLE} && document.querySelectorAll('.assistant .again').length === 2")
+    assert [each["content"] for each in messages(page)][1:] == ["ab", "second", "new"] and len(fake.asked[-1]) == 3
+    page.run("document.querySelector('.user .edit').click()")
+    assert page.run("document.activeElement.value") == fake.asked[0][0]["content"]
+    page.run("document.activeElement.value = 'first'")
+    press(page, "Enter")
+    page.wait(f"{IDLE} && document.querySelectorAll('.assistant .again').length === 1")
+    assert [each["content"] for each in messages(page)] == ["first", "new"]
+
+
+def test_conversations_are_kept_switched_and_deleted(fake: Scripted, page: Page) -> None:
+    page.run("localStorage.clear()")
+    for text in ("one", "two"):
+        page.run("document.getElementById('new').click()")
+        ask(page, text)
+    assert texts(page, "#list a") == ["two", "one"]
+    click(page, "#list a")
+    page.wait("document.querySelector('.user > .text').textContent === 'one'")
+    reload(page)
+    assert texts(page, ".user > .text") == ["one"] and texts(page, ".assistant > .text") == ["ab"]
+    click(page, "#list li.open button")
+    assert texts(page, "#list a") == ["two"] and texts(page, ".turn") == []
+    broken = {"{": "not JSON", '{"messages": [{"role": "system", "content": 1}]}': "no message"}
+    for index, text in enumerate(broken):
+        page.run(f"localStorage['draftwood.conversation.{index}'] = {text!r}")
+    kept = "import('./page/storage.js').then(({ fresh, save, list }) => { const "
+    page.run(
+        kept + "one = () => ({ ...fresh('chat'), messages: [{ role: 'user', content: 'x'.repeat(90000) }] });"
+        " for (let i = 0; i < 60; i++) save(one()); })"
+    )
+    assert page.run(f"{STORED}.length") <= 52 and page.run("JSON.stringify(localStorage).length") < 2_200_000
+    page.run("localStorage.clear()")
+
+
+@pytest.mark.parametrize(
+    "said, error",
+    [(BUSY, "The server is busy. That cannot be. Try again in 1 s."), (REFUSED, "That cannot be.")],
+)
+def test_a_refused_message_is_not_lost(page: Page, said: str, error: str) -> None:
+    ask(page, "before")
+    ask(page, said)
+    page.wait(FAILED)
+    assert texts(page, "#error span") == [error] and page.run(WRITTEN) == said
+    assert [each["content"] for each in messages(page)] == texts(page, ".turn > .text") == ["before", "ab"]
+    reload(page)
+    assert page.run(WRITTEN) == said
+    fill(page, prompt="")
+    ask(page, "after")
+    assert not page.run(FAILED) and page.run(WRITTEN) == ""
+
+
+def test_a_wrong_setting_is_shown_and_the_message_stays(fake: Scripted, page: Page) -> None:
+    fill(page, temperature="-1")
+    ask(page, "hello")
+    assert page.run(WRITTEN) == "hello" and not page.run("document.getElementById('options').hidden")
+    assert not fake.asked
+
+
+def test_a_lost_connection_is_told_and_what_came_stays(browser: Browser) -> None:
+    with scripted([("ab", False)]) as fake:
+        page = opened(browser.open(fake.address))
+        ask(page, BROKEN)
+        page.wait(FAILED)
+        assert texts(page, "#error span") == ["The connection was lost before the end of the answer."]
+        assert texts(page, ".assistant > .text") == ["ab"] and texts(page, ".facts > span")[-1] == "broken off"
+    ask(page, "hello")
+    page.wait(f"{WRITTEN} === 'hello'")
+    assert texts(page, "#error span") == ["The server cannot be reached: is `draftwood serve` still running?"]
+
+
+def test_it_fits_a_phone_and_has_a_dark_side(page: Page) -> None:
+    page.browser.send(
+        "Emulation.setDeviceMetricsOverride", page.session, width=390, height=800, deviceScaleFactor=1, mobile=True
+    )
+    page.run("document.getElementById('prompt').focus()")
+    press(page, "h")
+    press(page, "Enter", shift=True)
+    assert page.run(WRITTEN) == "h\n"
+    press(page, "Enter")
+    page.wait(f"{IDLE} && document.querySelector('.again')")
+    assert page.run("document.documentElement.scrollWidth") == 390
+    shown = "document.elementFromPoint(10, 400).closest('#side') !== null"
+    page.wait(f"!({shown})")
+    page.run("document.getElementById('menu').click()")
+    page.wait(shown)
+    before = page.run("getComputedStyle(document.body).backgroundColor")
+    page.run("document.getElementById('theme').click()")
+    assert page.run("getComputedStyle(document.body).backgroundColor") != before
+    nameless = "[...document.querySelectorAll('button, input, textarea, select')].filter(each => "
+    nameless += "!each.textContent.trim() && !each.ariaLabel && !each.labels?.length).length"
+    assert page.run(nameless) == 0

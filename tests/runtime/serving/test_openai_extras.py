@@ -15,13 +15,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from bundling import ROOT
 from serving import Served, events_of, served
 
 from draftwood.runtime import LLM
 
 httpx = pytest.importorskip("httpx", reason="needs httpx")
 
+from draftwood.runtime.serving.http.pages import page_files  # noqa: E402 - only where it is installed
+
 PAGE = "http://localhost:3000"
+PAGE_FILES = ROOT / "runtime" / "serving" / "http" / "page"
 ASKED = {"prompt": "hello", "max_tokens": 12, "temperature": 0, "ignore_eos": True}
 WRITTEN = ASKED | {"max_tokens": 24, "temperature": 1, "seed": 5}
 MESSAGES = [{"role": "user", "content": "hello"}]
@@ -112,7 +116,7 @@ def test_no_web_page_may_use_it_by_default(http: Any) -> None:
 
 
 def test_its_own_pages_can_be_turned_off(client: Any) -> None:
-    assert [client.get(path).status_code for path in ("/", "/docs")] == [404, 404]
+    assert [client.get(path).status_code for path in ("/", "/docs", "/page/page.js")] == [404] * 3
     assert client.post("/v1/completions/explain", json=ASKED).status_code == 404
     assert "explain" not in client.get("/openapi.json").text
 
@@ -132,19 +136,52 @@ def test_curl_gets_the_text_whole_and_as_events(server: Served, client: Any) -> 
     assert text == client.post("/v1/completions", json=ASKED).json()["choices"][0]["text"]
 
 
+def policy_of(answer: Any) -> dict[str, str]:
+    return dict(part.strip().split(" ", 1) for part in answer.headers["content-security-policy"].split(";"))
+
+
 @pytest.mark.parametrize("path", ["/", "/docs"])
-def test_a_page_loads_nothing_and_allows_only_its_own_script_and_style(http: Any, path: str) -> None:
+def test_a_page_loads_nothing_of_others_and_allows_only_its_own_scripts_and_styles(http: Any, path: str) -> None:
     answer = http.get(path)
     assert answer.status_code == 200 and answer.headers["content-type"] == "text/html; charset=utf-8"
-    policy = dict(part.strip().split(" ", 1) for part in answer.headers["content-security-policy"].split(";"))
+    policy = policy_of(answer)
     assert policy["default-src"] == policy["frame-ancestors"] == policy["base-uri"] == "'none'"
-    inline = re.findall(r"<(script|style)[^>]*>(.*?)</\1>", answer.text, re.DOTALL)
-    for kind, content in inline:
+    for kind, content in re.findall(r"<(script|style)>(.*?)</\1>", answer.text, re.DOTALL):
         hashed = base64.b64encode(sha256(content.encode()).digest()).decode()
         assert f"'sha256-{hashed}'" in policy[f"{kind}-src"]
     assert "unsafe" not in str(policy) and not re.search(r"(?:src|href)=[\"']?(?:https?:)?//", answer.text)
-    forbidden = r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\(| on\w+=| style="
-    assert not re.search(forbidden, answer.text)
+    assert not re.search(r" on\w+=| style=", answer.text)
+
+
+def test_the_files_of_the_page_are_these_and_no_others(http: Any) -> None:
+    assert policy_of(http.get("/"))["script-src"] == "'self'"
+    names = {file.relative_to(PAGE_FILES).as_posix() for file in PAGE_FILES.rglob("*.*s")}
+    assert names == set(page_files())
+    asked = re.findall(r'(?:href|src)="page/([^"]+)"', http.get("/").text)
+    for name in names:
+        answer, content = http.get(f"/page/{name}"), (PAGE_FILES / name).read_text(encoding="utf-8")
+        kind = "css" if name.endswith("css") else "javascript"
+        assert answer.text == content and answer.headers["content-type"] == f"text/{kind}; charset=utf-8"
+        assert answer.headers["x-content-type-options"] == "nosniff" and answer.headers["cache-control"] == "no-cache"
+        known = http.get(f"/page/{name}", headers={"if-none-match": answer.headers["etag"]})
+        assert (known.status_code, known.content, known.headers["etag"]) == (304, b"", answer.headers["etag"])
+        if not name.startswith("libraries"):
+            asked += [link for link in re.findall(r'(?:import|from) "\./([^"]+)"', content)]
+            assert not re.search(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\(", content)
+            assert content.count("\n") < 350 and max(map(len, content.splitlines())) <= 400
+    assert set(asked) == names
+    for other in ("page.html", "", "libraries/LICENSE.marked", "../pages.py", "%2e%2e/pages.py", "//etc/passwd"):
+        assert http.get(f"/page/{other}").status_code == 404, other
+
+
+def test_the_libraries_of_the_page_are_those_of_its_list() -> None:
+    """As they were published, with their licences."""
+    folder = PAGE_FILES / "libraries"
+    listed = re.findall(r"^(\S+\.js) .* ([0-9a-f]{64})$", (folder / "LIBRARIES.txt").read_text(), re.MULTILINE)
+    assert {file.name for file in folder.glob("*.js")} == {name for name, _ in listed} and len(listed) == 3
+    for name, digest in listed:
+        assert sha256((folder / name).read_bytes()).hexdigest() == digest
+        assert "Copyright" in (folder / f"LICENSE.{name.split('.')[0]}").read_text()
 
 
 def test_the_reference_has_every_route_and_field(http: Any) -> None:
