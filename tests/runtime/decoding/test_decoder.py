@@ -22,6 +22,7 @@ from draftwood.runtime.sampling.params import SamplingParams
 from draftwood.runtime.sampling.random import RandomStreams, SeededStream, seeded_streams
 from draftwood.runtime.sampling.sampler import Sampler
 from draftwood.runtime.speculation.config import SpeculativeConfig
+from draftwood.runtime.speculation.stopwatch import Stopwatch
 
 V, PROMPT = 8, (0, 1)
 CONFIGS = {
@@ -281,3 +282,11 @@ def test_greedy_rounds_need_the_best_tokens_only(name: str) -> None:
     decoder = SpeculativeDecoder(RankingEngine(truth), draft, CONFIGS[name], 4096, ())
     chunks = list(decoder.generate(PROMPT, Sampler(params, PROMPT, (), V), seeded_streams(5), SpecDecodeStats()))
     assert tokens_of(chunks) == tokens_of(decode(None, params, seed=5)[0])
+
+
+def test_a_stopwatch_adds_what_others_timed() -> None:
+    watch = Stopwatch()
+    watch.add(0.5)
+    assert watch.lap() == 0.5
+    watch.add(0.25)
+    assert (watch.seconds, watch.latest, watch.lap()) == (0.75, 0.25, 0.25)

@@ -134,3 +134,10 @@ def test_stopping_never_changes_what_was_drawn_before() -> None:
         for stopper in (SpecDecPP(0.5, 1), SpecDecPPLagged(0.5, 1), Confidence(0.4), Entropy(0.3)):
             cut, _ = drafted(stopper, seed)
             assert cut.tokens == whole.tokens[: len(cut)]
+
+
+def test_a_token_that_the_head_has_not_read_counts_as_accepted() -> None:
+    graph = TokenGraph(1)
+    last = graph.add(graph.add(0, 2, 0.0, 1.0), 3, 0.0, 1.0)
+    graph.acceptance[last] = 0.75
+    assert rejection(graph, last) == 0.25
