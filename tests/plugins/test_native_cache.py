@@ -14,16 +14,7 @@ import pytest
 from native_parts import no_compiler
 
 from draftwood.plugins.native import cache
-from draftwood.plugins.native.compile import (
-    AVX512,
-    CARRIED,
-    FLAGS,
-    SECOND,
-    CompilerError,
-    choose_prefetch,
-    compile_kernels,
-    compiler,
-)
+from draftwood.plugins.native.compile import FLAGS, CompilerError, choose_prefetch, compile_kernels, compiler
 from draftwood.plugins.native.processor import KernelError
 
 LOOK = """
@@ -312,37 +303,6 @@ def test_where_the_cache_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> 
     assert cache.cache_folder() == tmp_path / ".cache/draftwood"
     monkeypatch.setenv(cache.CACHE, "relative")
     assert cache.cache_folder() == Path.cwd() / "relative"
-
-
-ZEN4 = {"avx2", *AVX512, "avx512_bf16", "avx512_vnni", "gfni"}
-
-
-@pytest.mark.parametrize(
-    ("instructions", "prefetch", "models"),
-    [
-        ({"avx2"}, (), ["haswell", "haswell-l2"]),
-        ({"avx2"}, SECOND, ["haswell-l2", "haswell"]),
-        ({"avx2", *AVX512}, (), ["skylake-avx512", "haswell"]),
-        (ZEN4, SECOND, ["cooperlake-l2", "haswell-l2", "cooperlake", "cascadelake"]),
-        (ZEN4 | {"avx_vnni"}, (), ["cooperlake", "cascadelake", "skylake-avx512", "alderlake"]),
-        (ZEN4 | {"avx512_fp16", "amx_tile", "amx_bf16"}, (), ["sapphirerapids", "cooperlake"]),
-        ({"sse2"}, (), []),
-    ],
-)
-def test_a_wheels_kernels_are_chosen_by_the_processor(
-    instructions: set[str],
-    prefetch: tuple[str, ...],
-    models: list[str],
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-) -> None:
-    monkeypatch.setattr("draftwood.plugins.native.compile.SOURCE", tmp_path / "llama.c")
-    monkeypatch.setattr(cache, "available", lambda wanted: instructions)
-    monkeypatch.setattr(cache, "choose_prefetch", lambda: prefetch)
-    assert cache.carried() == []
-    for variant in CARRIED:
-        variant.file.touch()
-    assert [file.stem.removeprefix("llama-") for file in cache.carried()][: len(models)] == models
 
 
 def test_a_wheel_needs_no_compiler_and_fills_no_cache(
