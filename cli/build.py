@@ -57,7 +57,7 @@ def add_parser(commands: Any) -> None:
     group = parser.add_argument_group(FURTHER + "machine")
     words = (
         f"of the engines: {', '.join(BACKENDS)}, or {AUTO} (default): native, kernels compiled for this processor, if "
-        "there is a C compiler and AVX2, else onnxruntime; on ARM the faster one, by a measurement of a layer"
+        "there are AVX2 and kernels or a compiler, else onnxruntime; on ARM the faster one, by a measurement of a layer"
     )
     group.add_argument("--backend", default=AUTO, help=words)
     words = "do not measure the costs of passes, which is done briefly at the end (see draftwood profile)"

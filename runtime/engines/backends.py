@@ -294,7 +294,7 @@ def describe_backend(name: str) -> Backend:
 
 
 def choose_backend(compared: Callable[[], Comparison]) -> Choice:
-    """Choose the native engine where its kernels compile and were found fast, and ONNX Runtime otherwise. compared:
+    """Choose the native engine where it has its kernels and they were found fast, and ONNX Runtime otherwise. compared:
     compares the two here, on a processor for which nothing was measured before."""
     known = platform.machine() in X86
     if known and (missing := FUSED - available(tuple(FUSED))):
@@ -304,7 +304,7 @@ def choose_backend(compared: Callable[[], Comparison]) -> Choice:
     except EngineError as error:
         return Choice(ONNXRUNTIME.name, f"the native kernels cannot be used here ({error})")
     if known:
-        return Choice(NATIVE.name, "there is a C compiler, and the processor has AVX2 or more")
+        return Choice(NATIVE.name, "its kernels are at hand, and the processor has AVX2 or more")
     try:
         found = compared()
     except EngineError as error:

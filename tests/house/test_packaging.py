@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import platform
 import re
 import shutil
 import subprocess
@@ -16,6 +17,13 @@ from typing import NamedTuple
 
 import pytest
 from bundling import ROOT
+
+from draftwood.plugins.native.cache import CACHE
+from draftwood.plugins.native.compile import CARRIED
+from draftwood.plugins.native.processor import X86
+
+ON_X86 = sys.platform == "linux" and platform.machine() in X86
+on_x86 = pytest.mark.skipif(not ON_X86, reason="wheels carry kernels for Linux on x86-64")
 
 
 @pytest.fixture(scope="module")
@@ -65,10 +73,17 @@ def test_the_wheel_holds_what_a_demo_a_server_and_the_kernels_need(names: set[st
     }
     kernels = {file.relative_to(ROOT).as_posix() for file in (ROOT / "plugins" / "native" / "kernels").glob("*.[ch]")}
     kernels |= {file.relative_to(ROOT).as_posix() for file in (ROOT / "plugins" / "device_round").glob("ptx/*.ptx")}
+    kernels |= {f"plugins/native/kernels/{each.file.name}" for each in CARRIED} if ON_X86 else set()
     folder = ROOT / "runtime" / "serving" / "http" / "page"  # with its libraries and their licences
     page = {file.relative_to(ROOT).as_posix() for file in folder.rglob("*") if file.is_file()}
     assert len(pair) == 10 and len(kernels) > 6 and len(page) > 20
     assert {f"draftwood/{name}" for name in (*pair, *kernels, *page, "models/demo/prompts.jsonl")} <= names
+
+
+@on_x86
+def test_the_wheel_is_for_a_glibc_that_has_what_its_kernels_use(wheel: Path) -> None:
+    (needed,) = re.findall(r"-py3-none-manylinux_2_(\d+)_x86_64\.whl$", wheel.name)
+    assert 2 < int(needed) <= int(platform.libc_ver()[1].split(".")[1])
 
 
 def test_the_metadata_is_ready_for_an_index(metadata: Message) -> None:
@@ -98,16 +113,18 @@ def test_the_demo_pair_is_small_enough_for_git() -> None:
 
 
 class Installed(NamedTuple):
-    """An environment of its own, into which the wheel was installed. The packages that it depends on are those of this
-    environment. folder: elsewhere, not in the repository."""
+    """An environment of its own, into which the wheel was installed. It has no torch and no compiler, and the packages
+    that it depends on are those of this environment. folder: elsewhere, not in the repository."""
 
     folder: Path
     site: Path
 
     def said(self, program: str, *arguments: str) -> str:
         """What a program of the environment prints."""
-        environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-        command = [str(self.folder / "venv" / "bin" / program), *arguments]
+        programs, others = self.folder / "venv" / "bin", ("PYTHONPATH", "CC")
+        environment = {name: value for name, value in os.environ.items() if name not in others}
+        environment |= {"PATH": str(programs), CACHE: str(self.folder / "cache")}
+        command = [str(programs / program), *arguments]
         done = subprocess.run(command, cwd=self.folder, capture_output=True, text=True, env=environment)
         assert done.returncode == 0, done.stderr
         return done.stdout
@@ -121,7 +138,8 @@ def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Installe
     install = [sys.executable, "-m", "pip", "--python", str(python), "install", "-q", "--no-deps", "--no-index"]
     subprocess.run([*install, "--no-compile", str(wheel)], check=True)
     (site,) = (folder / "venv").glob("lib/python*/site-packages")
-    (site / "zz-dependencies.pth").write_text("\n".join(path for path in sys.path if path.endswith("site-packages")))
+    paths = [path for path in sys.path if path.endswith("site-packages")]
+    (site / "zz-dependencies.pth").write_text("\n".join([*paths, "import sys; sys.modules['torch'] = None"]))
     return Installed(folder, site)
 
 
@@ -132,6 +150,29 @@ def test_an_installed_wheel_decodes_a_bundle(installed: Installed, tiny_bundle: 
     assert all(Path(file).is_relative_to(installed.site) for file in where.split())
     generate = ["generate", str(tiny_bundle), "--prompt", "x", "--max-tokens", "4", "--json"]
     assert '"num_tokens": ' in installed.said("draftwood", *generate)
+
+
+@on_x86
+def test_an_installed_wheel_builds_with_the_kernels_that_it_carries(installed: Installed, tiny_pair: Path) -> None:
+    generate = ["generate", str(tiny_pair / "target"), "--prompt", "x", "--max-tokens", "4", "--json"]
+    assert '"num_tokens": ' in installed.said("draftwood", *generate)
+    assert '"backend": "native"' in next(installed.folder.glob("cache/bundles/*/manifest.json")).read_text()
+    assert not list(installed.folder.glob("cache/*.so")), "nothing was compiled"
+
+
+@on_x86
+@pytest.mark.full
+def test_a_fresh_environment_serves_a_model(wheel: Path, tiny_pair: Path, tmp_path: Path) -> None:
+    """With the packages of the index that the wheel asks for, and no others."""
+    venv.create(tmp_path / "venv", with_pip=True)
+    (site,) = (tmp_path / "venv").glob("lib/python*/site-packages")
+    fresh = Installed(tmp_path, site)
+    fresh.said("pip", "install", "-q", str(wheel))
+    assert not {"torch", "onnx", "onnxruntime"} & {folder.name for folder in site.iterdir()}
+    generate = ["generate", str(tiny_pair / "target"), "--prompt", "x", "--max-tokens", "4", "--json"]
+    assert '"num_tokens": ' in fresh.said("draftwood", *generate)
+    code = "from draftwood.runtime.serving.openai.app import create_app; import llguidance, gguf, sentencepiece"
+    assert fresh.said("python", "-c", code) == ""
 
 
 @pytest.mark.full

@@ -303,3 +303,17 @@ def test_where_the_cache_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> 
     assert cache.cache_folder() == tmp_path / ".cache/draftwood"
     monkeypatch.setenv(cache.CACHE, "relative")
     assert cache.cache_folder() == Path.cwd() / "relative"
+
+
+def test_a_wheel_needs_no_compiler_and_fills_no_cache(
+    folder: Path, made: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """What cannot be loaded is passed over."""
+    broken, good = tmp_path / "broken.so", Path(shutil.copy2(made, tmp_path))
+    broken.touch()
+    no_compiler(monkeypatch)
+    without = cache.kernel_identity()
+    monkeypatch.setattr(cache, "carried", lambda: [broken, good])
+    cache.check_available()
+    assert cache.open_kernels().instructions and not folder.exists() and broken.exists()
+    assert cache.kernel_identity() != without

@@ -14,7 +14,7 @@ import pytest
 from bundling import ROOT
 
 from draftwood.plugins.native import cache, processor
-from draftwood.plugins.native.compile import FLAGS, PROCESSOR, SOURCE, compiler
+from draftwood.plugins.native.compile import AVX512, CARRIED, FLAGS, PROCESSOR, SECOND, SOURCE, compiler
 from draftwood.plugins.native.processor import FUSED, X86, KernelError, available
 
 DRIVER = ROOT / "tests" / "support" / "native_digests.c"
@@ -127,3 +127,34 @@ def test_a_library_without_vectors_is_of_no_use(monkeypatch: pytest.MonkeyPatch,
 
 
 PLAIN = ("-march=x86-64",)
+
+
+ZEN4 = {"avx2", *AVX512, "avx512_bf16", "avx512_vnni", "gfni"}
+
+
+@pytest.mark.parametrize(
+    ("instructions", "prefetch", "models"),
+    [
+        ({"avx2"}, (), ["haswell", "haswell-l2"]),
+        ({"avx2"}, SECOND, ["haswell-l2", "haswell"]),
+        ({"avx2", *AVX512}, (), ["skylake-avx512", "haswell"]),
+        (ZEN4, SECOND, ["cooperlake-l2", "haswell-l2", "cooperlake", "cascadelake"]),
+        (ZEN4 | {"avx_vnni"}, (), ["cooperlake", "cascadelake", "skylake-avx512", "alderlake"]),
+        (ZEN4 | {"avx512_fp16", "amx_tile", "amx_bf16"}, (), ["sapphirerapids", "cooperlake"]),
+        ({"sse2"}, (), []),
+    ],
+)
+def test_a_wheels_kernels_are_chosen_by_the_processor(
+    instructions: set[str],
+    prefetch: tuple[str, ...],
+    models: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    monkeypatch.setattr("draftwood.plugins.native.compile.SOURCE", tmp_path / "llama.c")
+    monkeypatch.setattr(cache, "available", lambda wanted: instructions)
+    monkeypatch.setattr(cache, "choose_prefetch", lambda: prefetch)
+    assert cache.carried() == []
+    for variant in CARRIED:
+        variant.file.touch()
+    assert [file.stem.removeprefix("llama-") for file in cache.carried()][: len(models)] == models
