@@ -9,11 +9,12 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import Any, BinaryIO
 
 import numpy as np
 from numpy.typing import NDArray
 
+from ...models.acceptance_head import TrainedHead
 from ...models.layers import Matrix, network_of
 from ...models.rope import rope_tables
 from ...plugins.native.packing import (
@@ -40,9 +41,6 @@ from ...runtime.engines.native.weights import (
 )
 from ..parallel import in_parts
 from ..quantization.formats import Quantized, QuantizedCheckpoint, RoundedCheckpoint, Weights, widened
-
-if TYPE_CHECKING:  # its module imports torch, which packing weights does not need
-    from ...models.acceptance_head import TrainedHead
 
 Join = Callable[[Sequence[NDArray[Any]]], NDArray[Any]]
 Read = Callable[[], NDArray[Any]]

@@ -52,7 +52,7 @@ class Manifest:
 
     max_length: most tokens of prompt and output together. eos_token_ids: tokens that end a text. engines: by role; a
     bundle may have no draft.
-    parity: for each engine, the largest difference of logits from the torch reference at build time; for a TensorRT
+    parity: for each engine, the largest difference of logits from the reference at build time; for a TensorRT
     plan that was not executed at build time, the difference of its graph. files: every file except the manifest, by
     name. adapters: names of the LoRA folders that were merged, by role.
     """

@@ -1,8 +1,8 @@
 """Bundles of models that were given without one: built once, by the command `draftwood build` in a process of its own,
 and kept in the user's cache (XDG) by the content of the model's files and the options of the build.
 
-The process is what lets the runtime ask for a build without importing the builder, a higher floor; and torch, which a
-build needs, takes no memory of the process that serves.
+The process is what lets the runtime ask for a build without importing the builder, a higher floor; and a build takes no
+memory of the process that serves.
 """
 
 from __future__ import annotations

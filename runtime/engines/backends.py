@@ -293,20 +293,29 @@ def describe_backend(name: str) -> Backend:
     return BACKENDS.get(name, UNLISTED)
 
 
+def instead(reason: str) -> Choice:
+    """ONNX Runtime, for this reason. Raises EngineError where it is not installed either."""
+    try:
+        check_onnxruntime(None)
+    except EngineError as error:
+        raise EngineError(f"{reason}, and {error}") from error
+    return Choice(ONNXRUNTIME.name, reason)
+
+
 def choose_backend(compared: Callable[[], Comparison]) -> Choice:
     """Choose the native engine where it has its kernels and they were found fast, and ONNX Runtime otherwise. compared:
     compares the two here, on a processor for which nothing was measured before."""
     known = platform.machine() in X86
     if known and (missing := FUSED - available(tuple(FUSED))):
-        return Choice(ONNXRUNTIME.name, f"this processor has no {', '.join(sorted(missing))}")
+        return instead(f"this processor has no {', '.join(sorted(missing))}")
     try:
         check_native(None)
     except EngineError as error:
-        return Choice(ONNXRUNTIME.name, f"the native kernels cannot be used here ({error})")
+        return instead(f"the native kernels cannot be used here ({error})")
     if known:
         return Choice(NATIVE.name, "its kernels are at hand, and the processor has AVX2 or more")
     try:
         found = compared()
     except EngineError as error:
-        return Choice(ONNXRUNTIME.name, f"the native kernels cannot be compared with it here ({error})")
+        return instead(f"the native kernels cannot be compared with it here ({error})")
     return Choice(ONNXRUNTIME.name if found.is_slower else NATIVE.name, f"measured here, {found.described}")

@@ -112,6 +112,9 @@ def test_the_choice_depends_on_processor_and_compiler(monkeypatch: Patch) -> Non
     monkeypatch.setattr(backends, "check_available", no_compiler)
     backend, reason = backends.choose_backend(not_asked)
     assert backend == "onnxruntime" and "(no compiler: pip install ziglang)" in reason
+    monkeypatch.setattr(backends, "find_spec", lambda name: None)
+    with pytest.raises(EngineError, match=r"ziglang\), and onnxruntime is not installed: pip install"):
+        backends.choose_backend(not_asked)
 
 
 def test_json_is_one_object_and_speculation_changes_nothing(tiny_bundle: Path, capsys: Output) -> None:
