@@ -31,6 +31,7 @@ from .checkpoints.checkpoint import Checkpoint
 from .checkpoints.source import Blocks
 from .pass_times import time_pass
 from .quantization.formats import FORMATS, Quantized, WeightFormat, stored_as
+from .quantization.kept import others_of
 
 TimePass = Callable[[Engine, Any, int], float]
 
@@ -118,9 +119,10 @@ def make(config: LlamaConfig, backend: Backend, precision: str, folder: Path, th
     """Make and open an engine of random weights."""
     folder.mkdir()
     capacity = CONTEXT + max(ROWS)
-    spec = EngineSpec(TARGET, backend.name, backend.file, config, ROWS, capacity, precision, output_names(TARGET))
     form = FORMATS.get((backend.name, precision))
     weights = stored_as(RandomLayer(config), backend, precision, {} if form is None else random_codes(config, form))
+    outputs, others = output_names(TARGET), others_of(weights)
+    spec = EngineSpec(TARGET, backend.name, backend.file, config, ROWS, capacity, precision, outputs, matrices=others)
     if backend.file == WEIGHTS:
         from .engines.native import write_weights
 

@@ -35,8 +35,8 @@ class BuildOptions:
     backend: str = "onnxruntime"  # one of BACKENDS; the command line's default asks `choose_backend`
     precision: str | None = setting(
         None,  # the backend's first precision
-        "of the weights: int4, int8, bf16, fp16, fp32; TensorRT: fp8, too",
-        "int4 for files of 4 bits and fewer, else int8; TensorRT: fp16",
+        "of the weights: int4, int5, int6, int8, bf16, fp16, fp32; TensorRT: fp8, too",
+        "the file's own blocks, or int8; TensorRT: fp16",
         is_further=False,
     )
     max_length: int | None = setting(
@@ -83,6 +83,7 @@ class BuildOptions:
     graphs: Path | None = setting(
         None, "folder to keep the ONNX graphs from which the plans were compiled", group=TENSORRT
     )
+    keeps_blocks: bool = False  # whether the target's matrices have the integers that hold its file's blocks of them
 
     def __post_init__(self) -> None:
         if self.backend not in BACKENDS:

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from ..models.bindings import INTEGERS
 from ..models.errors import BundleError
 from ..runtime.engines.base import Engine, EngineSpec, TokenBatch
 from ..runtime.engines.passes import causal_batch
@@ -16,7 +17,7 @@ TOLERANCE = 2e-4  # for fp32, relative to the largest logit if that exceeds 1
 HEAD_TOLERANCE = 1e-4  # difference of probabilities
 # Factors on TOLERANCE. Rounding to 16 bits changes a number by at most 2^-11 or 2^-8, in dozens of layers. Low-bit
 # engines round a row's activations to 8 bits before every matrix; their graphs are first compared exactly.
-COARSER = {"fp16": 100.0, "bf16": 800.0, "int8": 500.0, "int4": 500.0}
+COARSER = {"fp16": 100.0, "bf16": 800.0, **dict.fromkeys(INTEGERS, 500.0)}
 PROMPT_ROWS, TREE_ROWS = 24, 12
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from ..models import errors
 from ..models.acceptance_head import TrainedHead, read_head
-from ..models.bindings import DRAFT, ROLES, TARGET
+from ..models.bindings import DRAFT, INTEGERS, ROLES, TARGET
 from ..models.errors import BundleError, CheckpointError, ConfigError
 from ..models.layers import num_parameters
 from ..models.release import own_version
@@ -34,6 +34,7 @@ from .kept_tokens import most_frequent
 from .options import BuildOptions, SelfDraft
 from .progress import Begin, Step, remark
 from .quantization.formats import FORMATS, Quantized, QuantizedCheckpoint, Weights
+from .quantization.kept import kept_format, nearest_integers
 from .tokenizer import check_known, check_same_vocabulary
 
 LONGEST = 8192  # default context where the models would allow more: rotary tables and masks grow with it
@@ -71,6 +72,8 @@ def build(options: BuildOptions, begin: Begin) -> EngineBundle:
         for role in options.roles:
             precision = precision_for(role, checkpoints[role], options)
             source = Source(checkpoints[role], role, heads[role], options.backend_of(role), precision)
+            if options.keeps_blocks and role == TARGET:
+                source = replace(source, form=kept_format(checkpoints[role], BACKENDS[source.backend], precision))
             if options.calibration is not None and options.is_calibrated(role):
                 source = replace(source, rounded=rounded_with(options.calibration, source.weights, tokenizer, begin))
             spec = engine_spec(source, options, max_length)
@@ -248,7 +251,9 @@ def suited(options: BuildOptions, has_draft: bool, begin: Begin) -> BuildOptions
     options = replace(options, target=local_folder(options.target, MODEL, begin))
     target = Checkpoint(options.target)
     if options.precision is None and not BACKENDS[options.backend].is_compiled:
-        options = replace(options, precision=own_precision(target, options.backend, begin))
+        precision = own_precision(target, options.backend, begin)
+        keeps = options.calibration is None and precision in INTEGERS
+        options = replace(options, precision=precision, keeps_blocks=keeps)
     draft = None if has_draft else known_draft(target)
     if draft is None:
         return options
@@ -260,7 +265,7 @@ def own_precision(target: Checkpoint, backend: str, begin: Begin) -> str:
     """The integers nearest to what a file holds; the backend's first precision where matrices do not divide into
     blocks. `begin` hears of weights that are rounded."""
     bits, precisions = target.stored_bits(), BACKENDS[backend].precisions
-    precision = "int4" if bits == 4 else "int8"
+    precision = nearest_integers(bits, precisions)
     try:
         QuantizedCheckpoint(target, FORMATS[backend, precision])
     except ConfigError:

@@ -60,10 +60,11 @@ KINDS = ("key", "value")
 # Dtype of weights, activations and cache, by precision. Logits and all that is computed from them are fp32.
 DTYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
 HALF = ("fp16", "bf16")  # precisions of 16 bits
-BITS = {"int8": 8, "int4": 4, "fp8": 8}  # of a code of a low-bit matrix
+BITS = {"int8": 8, "int6": 6, "int5": 5, "int4": 4, "fp8": 8}  # of a code of a low-bit matrix
 LOW_BIT = tuple(BITS)  # precisions of matrices only: `activations` says what rows are computed in
 FP8 = "fp8"  # codes are floating-point numbers (E4M3), which GPUs alone multiply
 INTEGERS = tuple(precision for precision in LOW_BIT if precision != FP8)
+EXPORTED = ("int8", "int4")  # those that a graph can have
 
 
 def activations(precision: str, form: str) -> str:

@@ -97,14 +97,17 @@ class Checkpoint:
         return sorted({*self.config.eos_token_ids, *self._files.more_eos_ids()})
 
     def stored_bits(self) -> int:
-        """Bits of most weights as the file stores them: 4 stands for fewer, and 8 for 5 to 8."""
+        """Bits of most weights as the file stores them."""
         counts = Counter[int]()
         for name, shape in network_of(self.config).tensors().items():
-            stored = self._source.stored(name)
-            bits = re.search(r"\d+", "" if stored is None else stored.dtype)
+            bits = re.search(r"\d+", self.stored_type(name))
             counts[int(bits[0]) if bits else 32] += math.prod(shape)
-        most = counts.most_common(1)[0][0]
-        return next((bits for bits in (4, 8, 16) if most <= bits), 32)
+        return counts.most_common(1)[0][0]
+
+    def stored_type(self, name: str) -> str:
+        """The type of a tensor, by its name in the file's format; "" if there is none."""
+        stored = self._source.stored(name)
+        return "" if stored is None else stored.dtype
 
     def sampling(self) -> dict[str, Any]:
         """The sampling settings that the model's authors recommend; none if they are out of range."""

@@ -26,7 +26,7 @@ class Stored(NamedTuple):
 class Blocks(NamedTuple):
     """A matrix [N, K] in the blocks in which its file stores it: weight = code * scale + offset."""
 
-    bits: int  # of a code, 8 or 4
+    bits: int  # of a code, 8 or 4 to 6
     codes: NDArray[np.int8]  # [N, K]
     scales: NDArray[np.float32]  # [N, K / block], numbers that fp16 can hold
     offsets: NDArray[np.float32]  # the same

@@ -20,7 +20,8 @@ from ..checkpoints.checkpoint import Checkpoint
 from ..options import BuildOptions
 from ..parity import Scored, largest_difference, rows_of
 from ..progress import Begin, Step
-from ..quantization.formats import Quantized, RoundedCheckpoint, Weights, stored_as
+from ..quantization.formats import Quantized, RoundedCheckpoint, WeightFormat, Weights, stored_as
+from ..quantization.kept import others_of
 from ..reference import Reference, score_rows
 from .native import write_weights
 from .plan import compile_plan, runs_here
@@ -36,11 +37,12 @@ class Source:
     backend: str
     precision: str
     rounded: Mapping[str, Quantized] = field(default_factory=dict)  # see QuantizedCheckpoint
+    form: WeightFormat | None = None  # another one than usual for this precision
 
     @property
     def weights(self) -> Weights:
         """The weights that the engine stores."""
-        return stored_as(self.checkpoint, BACKENDS[self.backend], self.precision, self.rounded)
+        return stored_as(self.checkpoint, BACKENDS[self.backend], self.precision, self.rounded, self.form)
 
 
 def engine_spec(source: Source, options: BuildOptions, max_length: int) -> EngineSpec:
@@ -59,6 +61,7 @@ def engine_spec(source: Source, options: BuildOptions, max_length: int) -> Engin
         prompt_widths=options.prompt_widths_of(source.role),
         cache_precision=options.cache_precision_of(source.role, source.precision),
         kept_tokens=() if source.checkpoint.kept_tokens is None else tuple(source.checkpoint.kept_tokens.tolist()),
+        matrices=others_of(source.weights),
     )
 
 

@@ -41,6 +41,7 @@ from ...runtime.engines.native.weights import (
 )
 from ..parallel import in_parts
 from ..quantization.formats import Quantized, QuantizedCheckpoint, RoundedCheckpoint, Weights, widened
+from ..quantization.kept import others_of
 
 Join = Callable[[Sequence[NDArray[Any]]], NDArray[Any]]
 Read = Callable[[], NDArray[Any]]
@@ -57,13 +58,14 @@ class Packer:
     def precision(self) -> str:
         """The precision of the matrices."""
         if isinstance(self.checkpoint, QuantizedCheckpoint):
-            return f"int{self.checkpoint.form.bits}"
+            return self.checkpoint.form.precision
         return self.checkpoint.precision if isinstance(self.checkpoint, RoundedCheckpoint) else "fp32"
 
     def expected(self) -> dict[str, Stored]:
         """Every tensor of the file, in its order."""
         blocks = None if self.head is None else self.head.config.layers
-        return dict(expected_tensors(self.config, self.precision, self.positions, blocks))
+        others = others_of(self.checkpoint)
+        return dict(expected_tensors(self.config, self.precision, others, self.positions, blocks))
 
     def contents(self) -> dict[str, Read]:
         """Each tensor by its name, read when it is written."""

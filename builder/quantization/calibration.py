@@ -1,4 +1,4 @@
-"""Rounding to 4 bits with the model's activations in view: GPTQ (Frantar et al. 2022, arXiv:2210.17323).
+"""Rounding to 4 or 5 bits with the model's activations in view: GPTQ (Frantar et al. 2022, arXiv:2210.17323).
 
 A text runs through the model once. Where its rows reach a matrix, the matrix is rounded input by input: what is left of
 one input is made up for by those that are not rounded yet, as far as the rows of this text go together. The rows go on
@@ -105,7 +105,7 @@ class Rounding:
         if rows is not self._rows:
             self._rows, self._feedback = rows, feedback_of(rows.flatten(0, -2))
         self._form.check_size(name, weight.numpy())
-        self.results[name] = round_in_turn(weight.numpy(), self._feedback, self._library)
+        self.results[name] = round_in_turn(weight.numpy(), self._feedback, self._library, self._form.bits)
         return self.results[name]
 
 
@@ -124,7 +124,9 @@ def feedback_of(rows: Tensor) -> NDArray[np.float32]:
     return np.asarray((factor / factor.diagonal()[:, None]).float().numpy())
 
 
-def round_in_turn(matrix: NDArray[np.float32], feedback: NDArray[np.float32], library: NativeLibrary) -> Quantized:
+def round_in_turn(
+    matrix: NDArray[np.float32], feedback: NDArray[np.float32], library: NativeLibrary, bits: int = 4
+) -> Quantized:
     """A matrix [N, K], one block of inputs after the other; what is left of a block is given to all later ones. Its
     outputs know nothing of each other."""
     outputs, inputs = matrix.shape
@@ -134,7 +136,7 @@ def round_in_turn(matrix: NDArray[np.float32], feedback: NDArray[np.float32], li
         rows = matrix[part].copy()
         for begin in range(0, inputs, BLOCK):
             end, block = begin + BLOCK, slice(begin // BLOCK, begin // BLOCK + 1)
-            found, left = library.round_block(rows[:, begin:end], feedback[begin:end, begin:end])
+            found, left = library.round_block(rows[:, begin:end], feedback[begin:end, begin:end], bits)
             rows[:, end:] -= left @ feedback[begin:end, end:]
             result.codes[part, begin:end] = found.codes
             result.scales[part, block], result.offsets[part, block] = found.scales, found.offsets

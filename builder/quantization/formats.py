@@ -1,7 +1,7 @@
 """Weight-only formats: a matrix as small integers with one scale per block of neighbouring inputs.
 
-    weight[n, k] = codes[n, k] * scales[n, k // block]                    codes: signed integers of 8 or 4 bits
-    weight[n, k] = codes[n, k] * scales[n, k // 32] + offsets[n, k // 32]    codes: 0 to 15 (4 bits, native alone)
+    weight[n, k] = codes[n, k] * scales[n, k // block]                    codes: signed integers of 4 to 8 bits
+    weight[n, k] = codes[n, k] * scales[n, k // 32] + offsets[n, k // 32]    codes: 0 to 15 or 31 (native alone)
 
 fp8 is the first one with floating-point codes (E4M3: 3 bits of mantissa, up to 448), for GPUs that multiply them.
 
@@ -16,7 +16,7 @@ so that the reference runs on exactly the engine's weights.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -67,23 +67,26 @@ class Quantized(NamedTuple):
 class WeightFormat:
     """How matrices are stored."""
 
-    bits: int  # 8 or 4
-    block: int = BLOCKS[0]  # the most inputs that share a scale, one of BLOCKS
-    scale_bytes: int = 4  # 2 for the native kernels' formats, which have fp16 scales for 32 inputs
-    offset: bool = False  # a block has one, too; the native kernels' formats have them at 4 bits
+    bits: int  # 8 or 4; of the native kernels' formats 6 and 5, too
+    block: int = BLOCKS[0]  # the most inputs that share a scale, one of BLOCKS, or 16
+    scale_bytes: int = 4  # 2 for the native kernels' formats, which have fp16 scales
+    offset: bool = False  # a block has one, too; the native kernels' formats have them at 5 and 4 bits
     floating: bool = False  # codes are E4M3 numbers instead of integers
-    head: WeightFormat | None = None  # of embedding and vocabulary projection, where it is another one
+    others: Mapping[str, WeightFormat] = field(default_factory=dict)  # of matrices with another one, by their tensors
     embedding: bool = False  # whether the embedding is rounded, too, as the projection is
 
     def of(self, name: str) -> WeightFormat:
         """The format of a matrix, by the name of its tensor."""
-        return self.head if self.head is not None and name in (EMBEDDING_WEIGHT, HEAD_WEIGHT) else self
+        return self.others.get(name, self)
+
+    @property
+    def precision(self) -> str:
+        return bindings.FP8 if self.floating else f"int{self.bits}"
 
     def block_of(self, name: str, inputs: int) -> int:
         """How many of a matrix's inputs share a scale. Raises ConfigError when no block divides them."""
-        for block in BLOCKS:
-            if block <= self.block and inputs % block == 0:
-                return block
+        if inputs % BLOCKS[-1] == 0:  # rows have blocks of this size, whatever the matrix has
+            return next((block for block in BLOCKS if block <= self.block and inputs % block == 0), self.block)
         raise ConfigError(
             f"{name} has {inputs} inputs, no multiple of {BLOCKS[-1]}, and cannot be stored in blocks: "
             "build this model with --precision fp32"
@@ -101,20 +104,21 @@ class WeightFormat:
     def check_size(self, name: str, part: NDArray[np.float32]) -> None:
         """Raises CheckpointError for rows of a matrix with a weight that the format cannot hold."""
         if max(part.max(initial=0), -part.min(initial=0)) > self.largest:
-            precision = "fp8" if self.floating else f"int{self.bits}"
-            raise CheckpointError(f"{name} has weights too large for {precision}: build with --precision bf16 or fp32")
+            told = f"{name} has weights too large for {self.precision}"
+            raise CheckpointError(f"{told}: build with --precision bf16 or fp32")
 
     def keep(self, blocks: Blocks, block: int) -> Quantized | None:
         """What a checkpoint rounded before, in this format with so many inputs in a block; None where the format has
         other blocks, or no room for the offsets."""
         bits, codes, scales, offsets = blocks
-        fits = bits == self.bits if self.offset else bits <= self.bits  # codes of 4 bits are codes of 8 bits, too
-        if self.floating or not fits or scales.shape[1] * block != codes.shape[1] or not np.isfinite(scales).all():
+        more, rest = divmod(codes.shape[1], scales.shape[1] * block)  # codes of 4 bits are codes of 8 bits, too
+        if self.floating or bits > self.bits or not more or rest or not np.isfinite(scales).all():
             return None
+        scales, offsets = scales.repeat(more, 1), offsets.repeat(more, 1)
         if self.offset:
             exact = np.array_equal(offsets, offsets.astype(np.float16)) and codes.min(initial=0) >= 0
             return Quantized(codes, scales, offsets) if exact else None
-        zero = 0 if bits == 8 else 8
+        zero = 0 if bits == 8 else 1 << bits - 1
         return Quantized(codes - np.int8(zero), scales) if np.array_equal(offsets, -zero * scales) else None
 
     def quantize(self, name: str, matrix: NDArray[Any]) -> Quantized:
@@ -134,7 +138,7 @@ class WeightFormat:
                 return rounded_to_e4m3(part, block)
             if library is None:
                 return rounded_by_numpy(part, self.bits, block)
-            return Quantized(*(library.round_to_codes(part) if self.offset else library.round_to_bytes(part)))
+            return Quantized(*(library.round_to_codes if self.offset else library.round_signed)(part, self.bits))
 
         def fill(part: slice) -> None:
             weights = matrix[part].astype(np.float32, copy=False)
@@ -190,13 +194,14 @@ def rounded_to_e4m3(matrix: NDArray[np.float32], block: int) -> Quantized:
 def format_of(backend: Backend, precision: str) -> WeightFormat:
     """The format in which a backend stores matrices of a low-bit precision."""
     of_head = backend.heads.get(precision)
+    others = {} if of_head is None else dict.fromkeys((EMBEDDING_WEIGHT, HEAD_WEIGHT), format_of(backend, of_head))
     return WeightFormat(
         bindings.BITS[precision],
         backend.blocks[precision],
         backend.scale_bytes,
         precision in backend.offsets,
         floating=precision == bindings.FP8,
-        head=None if of_head is None else format_of(backend, of_head),
+        others=others,
         embedding=backend.rounds_embedding,
     )
 
@@ -222,7 +227,8 @@ class QuantizedCheckpoint:
         """rounded: matrices of this view that were rounded before; the others are rounded here, each time they are
         read. Raises ConfigError when a matrix cannot be stored in blocks."""
         self.source, self.form, self._rounded = source, form, rounded
-        inner = -(-source.config.intermediate_size // form.block) * form.block
+        block = max(form.block, BLOCKS[-1])
+        inner = -(-source.config.intermediate_size // block) * block
         tied = source.config.tie_embeddings and form.embedding
         self.config = replace(source.config, intermediate_size=inner, tie_embeddings=tied)
         self._shapes = network_of(self.config).tensors()
@@ -300,10 +306,15 @@ Weights = Checkpoint | QuantizedCheckpoint | RoundedCheckpoint
 
 
 def stored_as(
-    checkpoint: Checkpoint, backend: Backend, precision: str, rounded: Mapping[str, Quantized] = MappingProxyType({})
+    checkpoint: Checkpoint,
+    backend: Backend,
+    precision: str,
+    rounded: Mapping[str, Quantized] = MappingProxyType({}),
+    form: WeightFormat | None = None,
 ) -> Weights:
-    """A checkpoint as an engine of a backend stores it. rounded: see QuantizedCheckpoint."""
-    if form := FORMATS.get((backend.name, precision)):
+    """A checkpoint as an engine of a backend stores it. rounded: see QuantizedCheckpoint. form: another one than the
+    precision's."""
+    if form := form or FORMATS.get((backend.name, precision)):
         return QuantizedCheckpoint(checkpoint, form, rounded)
     if precision in HALF and not backend.is_compiled:  # stored in 16 bits, the rest in fp32
         return RoundedCheckpoint(checkpoint, precision)

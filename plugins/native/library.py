@@ -13,12 +13,12 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from .packing import PANEL
+from .packing import GROUPS, PANEL
 from .processor import KernelError, available
 from .residual import Offers, Row, bind_residual
 
-INTERFACE = 14  # what these structures say, as kernels/engine.h has it: one more with every change of either
-FORMATS = ("fp32", "fp16", "bf16", "int8", "int4")  # `enum format`, by precision
+INTERFACE = 15  # what these structures say, as kernels/engine.h has it: one more with every change of either
+FORMATS = ("fp32", "fp16", "bf16", "int8", "int6", "int5", "int4")  # `enum format`, by precision
 NO_MEMORY = 1
 REFUSALS = {  # of draftwood_forward
     NO_MEMORY: "no memory for a pass: run fewer requests at a time",
@@ -28,7 +28,7 @@ REFUSALS = {  # of draftwood_forward
     5: "a pass has no rows, or more than the engine",
     6: "the model computed a logit that is NaN or infinite: build it again, from another copy or with --precision fp32",
 }
-BLOCK = 32  # inputs that share a scale, and at 4 bits an offset: kernels/matrix.h
+BLOCK = 32  # inputs of a row that share a scale: kernels/matrix.h
 STRIDE = 128  # numbers, to whose multiples rows of activations are filled up: kernels/engine.h
 SHARES = np.linspace(0.8, 1.0, 4, dtype=np.float32)  # of a block's span that the search for its scale begins with
 map_buffer: Callable[[Any], c_char] = c_char.from_buffer  # looked up once: a pass asks for some twenty addresses
@@ -37,7 +37,7 @@ RUN = 256  # columns whose weights have a sum of their own: kernels/ranking.h
 
 
 class Codes(NamedTuple):
-    """A matrix [N, K] in blocks of 32 inputs: codes * scales + offsets. codes: int8 [N, K] from 0 to 15; scales and
+    """A matrix [N, K] in blocks of 32 inputs: codes * scales + offsets. codes: int8 [N, K] from 0 on; scales and
     offsets: float32 [N, K / 32], fp16 numbers."""
 
     codes: NDArray[np.int8]
@@ -46,7 +46,8 @@ class Codes(NamedTuple):
 
 
 class SignedCodes(NamedTuple):
-    """A matrix [N, K] in blocks of 32 inputs: codes * scales. codes: int8 [N, K]; scales: as those of Codes."""
+    """A matrix [N, K] in groups of inputs: codes * scales. codes: int8 [N, K]; scales: float32 [N, K / group], fp16
+    numbers."""
 
     codes: NDArray[np.int8]
     scales: NDArray[np.float32]
@@ -57,7 +58,7 @@ class Matrix(Structure):
 
     _fields_ = [
         *((name, c_void_p) for name in ("weights", "scales", "bias")),
-        *((name, c_int32) for name in ("outputs", "inputs", "block", "format")),
+        *((name, c_int32) for name in ("outputs", "inputs", "format")),
     ]
 
 
@@ -181,11 +182,11 @@ class NativeLibrary:
         self._library.draftwood_linear.argtypes = [POINTER(Matrix), c_void_p, c_int, c_void_p]
         self._library.draftwood_round.restype = None
         self._library.draftwood_round.argtypes = [
-            *(c_void_p, c_int, c_int, c_void_p, c_int),
+            *(c_void_p, c_int, c_int, c_int, c_void_p, c_int),
             *[c_void_p] * 5,
         ]
-        self._library.draftwood_round8.restype = None
-        self._library.draftwood_round8.argtypes = [c_void_p, c_int, c_int, *[c_void_p] * 2]
+        self._library.draftwood_round_signed.restype = None
+        self._library.draftwood_round_signed.argtypes = [c_void_p, c_int, c_int, c_int, *[c_void_p] * 2]
         self._library.draftwood_move.argtypes = [c_void_p, POINTER(Cache), c_int, c_void_p, c_int]
         # These calls keep the GIL: they are shorter than the 5 ms that getting it back may take.
         self._brief = brief = ctypes.PyDLL(str(path.resolve()))
@@ -221,24 +222,24 @@ class NativeLibrary:
             raise KernelError(f"no memory for {len(rows)} rows")
         return result
 
-    def round_to_codes(self, matrix: NDArray[np.float32]) -> Codes:
-        """Round a matrix [N, K] to 4 bits in blocks of 32 inputs. Each block gets the scale and the offset, among many,
-        that leave the smallest square error."""
+    def round_to_codes(self, matrix: NDArray[np.float32], bits: int = 4) -> Codes:
+        """Round a matrix [N, K] to 4 or 5 bits in blocks of 32 inputs. Each block gets the scale and the offset, among
+        many, that leave the smallest square error."""
         matrix = whole_blocks(matrix)
         result = empty_codes(*matrix.shape)
-        self._round(matrix, None, result, None)
+        self._round(matrix, bits, None, result, None)
         return result
 
-    def round_to_bytes(self, matrix: NDArray[np.float32]) -> SignedCodes:
-        """Round a matrix [N, K] to 8 bits in blocks of 32 inputs. Each block gets the scale by which its largest weight
-        fits."""
+    def round_signed(self, matrix: NDArray[np.float32], bits: int) -> SignedCodes:
+        """Round a matrix [N, K] to 8 or 6 bits. A group of inputs gets the scale by which its largest weight fits."""
         matrix = whole_blocks(matrix)
-        codes, scales, _ = empty_codes(*matrix.shape)
-        self._library.draftwood_round8(address(matrix), *matrix.shape, address(codes), address(scales))
+        (outputs, inputs), codes = matrix.shape, np.empty(matrix.shape, np.int8)
+        scales = np.empty((outputs, inputs // GROUPS[bits]), np.float32)
+        self._library.draftwood_round_signed(address(matrix), outputs, inputs, bits, address(codes), address(scales))
         return SignedCodes(codes, scales)
 
     def round_block(
-        self, block: NDArray[np.float32], feedback: NDArray[np.float32]
+        self, block: NDArray[np.float32], feedback: NDArray[np.float32], bits: int = 4
     ) -> tuple[Codes, NDArray[np.float32]]:
         """One block [N, 32] likewise, its inputs one after the other: what rounding leaves of input k, times
         feedback[k, j], is taken from every later input j, before that is rounded. feedback: [32, 32]. Returns the codes
@@ -247,17 +248,18 @@ class NativeLibrary:
         if block.shape[1] != BLOCK or feedback.shape != (BLOCK, BLOCK):
             raise KernelError(f"{block.shape} with {feedback.shape} is no block of {BLOCK} inputs")
         result, left = empty_codes(*block.shape), np.empty_like(block)
-        self._round(block, feedback, result, left)
+        self._round(block, bits, feedback, result, left)
         return result, left
 
     def _round(
         self,
         matrix: NDArray[np.float32],
+        bits: int,
         feedback: NDArray[np.float32] | None,
         result: Codes,
         left: NDArray[np.float32] | None,
     ) -> None:
-        given = (address(matrix), *matrix.shape, address(SHARES), len(SHARES), address(feedback))
+        given = (address(matrix), *matrix.shape, bits, address(SHARES), len(SHARES), address(feedback))
         self._library.draftwood_round(*given, *(address(array) for array in result), address(left))
 
     def softmax(self, logits: NDArray[np.float32], temperature: float, sums: NDArray[np.float64]) -> tuple[float, Row]:

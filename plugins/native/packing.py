@@ -2,10 +2,11 @@
 
 A panel of fp32 or fp16 is [inputs, 16]. Of bf16, pairs of neighbouring inputs lie side by side, [inputs / 2, 16, 2], as
 matrix registers take them; it is filled up to blocks of 32 inputs with zeros. Of codes, vpdpbusd takes four
-neighbouring inputs of 16 outputs at once: a panel is [inputs / 4, 16, 4] bytes. Codes of 4 bits lie two to a byte,
-[inputs / 8, 16, 4]: a byte's low half belongs to the first four of eight inputs, its high half to the others. Codes of
-8 bits are stored unsigned, 128 larger than they are, and their scales, one for a block of inputs, as fp16; codes of 4
-bits are unsigned, and a block's scales of 16 outputs are followed by their offsets.
+neighbouring inputs of 16 outputs at once: a panel of 8 bits is [inputs / 4, 16, 4] bytes. Of fewer bits, a group of
+inputs has its low halves two to a byte, [group / 8, 16, 4]: a byte's low half belongs to the first four of eight
+inputs, its high half to the others. One vector [16, 4] with the upper bits of all fours follows, those of the first
+four lowest. A group shares a scale, in fp16. Codes of 8 and 6 bits are stored unsigned, 128 or 32 larger than they are;
+those of 5 and 4 bits are unsigned, and a group's scales of 16 outputs are followed by their offsets.
 """
 
 from __future__ import annotations
@@ -20,7 +21,10 @@ PANEL = 16  # outputs; lanes of a vector in kernels/vector.h
 PAIR_BLOCK = 32  # inputs of bf16 whose products are added apart: kernels/bf16.h
 MIN_HALF = 2.0**-56  # smaller numbers of bf16 count as 0: kernels/bf16.h
 MIN_BITS = int(np.float32(MIN_HALF).view(np.uint32)) >> 16
-LAYOUT = "4"  # of a file of weights, the same for every processor; another one with every change of it
+LAYOUT = "5"  # of a file of weights, the same for every processor; another one with every change of it
+
+
+GROUPS = {8: 32, 6: 16, 5: 32, 4: 32}  # inputs that share a scale, by bits of a code: group_of in kernels/matrix.h
 
 
 def whole_panels(size: int) -> int:
@@ -50,14 +54,21 @@ def pair_panels(halves: NDArray[np.uint16]) -> NDArray[np.uint16]:
 
 
 def code_panels(codes: NDArray[np.int8], bits: int) -> NDArray[np.uint8]:
-    """int8 [N, K] -> uint8 [panels, K / 4, 16, 4], or of codes from 0 to 15 [panels, K / 8, 16, 4]. K is a multiple of
-    8."""
-    unsigned = filled(codes).view(np.uint8)
-    if bits == 8:
-        unsigned = unsigned ^ np.uint8(128)
+    """int8 [N, K], of 8 and 6 bits signed -> uint8 [panels, K * bits / 32, 16, 4]. K is a multiple of 8, of 5 and 6
+    bits of the group."""
+    unsigned = filled(codes).view(np.uint8) + np.uint8(0 if bits < 6 else 1 << bits - 1)
     fours = unsigned.view(np.uint32).reshape(-1, PANEL, unsigned.shape[1] // 4).transpose(0, 2, 1)  # four inputs each
-    packed = np.ascontiguousarray(fours) if bits == 8 else fours[:, ::2] | fours[:, 1::2] << np.uint32(4)
-    return np.ascontiguousarray(packed).view(np.uint8).reshape(*packed.shape, 4)
+    low, upper = fours & np.uint32(0x0F0F0F0F), fours >> np.uint32(4) & np.uint32(0x0F0F0F0F)
+    packed = fours if bits == 8 else low[:, ::2] | low[:, 1::2] << np.uint32(4)
+    if bits in (5, 6):
+        each = GROUPS[bits] // 4  # fours of a group
+        planes = upper[:, ::each].copy()
+        for at in range(1, each):
+            planes |= upper[:, at::each] << np.uint32(at * (bits - 4))
+        halves = packed.reshape(len(packed), -1, each // 2, PANEL)
+        packed = np.concatenate((halves, planes[:, :, None]), axis=2).reshape(len(packed), -1, PANEL)
+    packed = np.ascontiguousarray(packed)
+    return packed.view(np.uint8).reshape(*packed.shape, 4)
 
 
 def fp16_panels(scales: NDArray[np.float32]) -> NDArray[np.uint16]:

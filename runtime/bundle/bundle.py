@@ -257,7 +257,7 @@ def spec_fields(spec: EngineSpec) -> dict[str, Any]:
     """JSON-ready content of a spec."""
     plan = None if spec.plan is None else spec.plan.to_json()
     content = asdict(spec) | {"model": spec.model.to_dict(), "plan": plan}
-    for name in ("kept_tokens", "cache_precision"):  # older releases know no such fields, and read bundles without
+    for name in ("kept_tokens", "cache_precision", "matrices"):  # older releases read bundles without such fields
         if not content[name]:
             del content[name]
     return content

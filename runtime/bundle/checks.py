@@ -11,14 +11,15 @@ from collections.abc import Iterable
 from pathlib import PurePosixPath
 from typing import TYPE_CHECKING
 
-from ...models.bindings import DTYPES, LOW_BIT, ROLES, TARGET, output_names
+from ...models.bindings import DTYPES, INTEGERS, LOW_BIT, ROLES, TARGET, output_names
 from ...models.config import MIN_DRAFT_CONTEXT, LlamaConfig
 from ...models.errors import BundleError
 from ...models.fields import MAX_NUMBER
+from ...models.layers import network_of
 from ...models.rope_scaling import LONGROPE, STATIC, YARN
 from ...plugins.installation import install
 from ...plugins.native.library import STRIDE
-from ..engines.backends import BACKENDS, COMPILED, REMOVED
+from ..engines.backends import BACKENDS, COMPILED, REMOVED, stored_matrices
 from ..engines.base import EngineSpec
 from ..engines.compatibility import TensorRTPlan
 
@@ -99,6 +100,7 @@ def check_engine(role: str, spec: EngineSpec, manifest: Manifest) -> None:
     model, widths = spec.model, spec.pass_widths
     check_model(role, model)
     check_kept_tokens(role, spec)
+    check_matrices(role, spec)
     require(ascending(widths) and bool(spec.widths) and widths[0] >= 1, f"the {role}'s widths do not ascend from 1")
     require(widths[-1] <= MAX_ROWS, f"the {role}'s passes have {widths[-1]} rows")
     longest = max(model.hidden_size, model.intermediate_size, model.query_size + 2 * model.kv_size) + STRIDE
@@ -156,6 +158,19 @@ def check_kept_tokens(role: str, spec: EngineSpec) -> None:
         inside = ascending(kept) and kept[0] >= 0 and kept[-1] < model.vocab_size
         require(bool(kept) and inside, f"the {role}'s kept tokens are none of its vocabulary, or do not ascend")
         require(not model.tie_embeddings, f"the {role}'s projection is trimmed and tied to its embedding")
+
+
+def check_matrices(role: str, spec: EngineSpec) -> None:
+    """Where each matrix has its own codes, some may have others than the engine's."""
+    if not spec.matrices:
+        return
+    mixes = bool(BACKENDS[spec.backend].heads) and spec.precision in INTEGERS
+    require(mixes, f"the {role}'s matrices have precisions of their own, and {spec.backend} has one for all")
+    for name, precision in spec.matrices.items():
+        sound = precision in INTEGERS and precision != spec.precision
+        require(sound, f"the {role}'s matrix {name!r} has the precision {precision!r} beside {spec.precision}")
+    unknown = spec.matrices.keys() - {matrix.name for matrix in stored_matrices(network_of(spec.model), spec.model)}
+    require(not unknown, f"the {role} has no matrix {min(unknown, default='')!r}")
 
 
 def scales_positions(model: LlamaConfig) -> bool:

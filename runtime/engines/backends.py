@@ -6,6 +6,7 @@ A new backend over an exported graph or packed weights needs one entry here and 
 from __future__ import annotations
 
 import platform
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from importlib.metadata import PackageNotFoundError, version
@@ -13,14 +14,14 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
 
-from ...models.bindings import ADDITIVE, BITS, COMPACT, HALF, INTEGERS, LOW_BIT, activations
+from ...models.bindings import ADDITIVE, BITS, COMPACT, EXPORTED, FP8, HALF, INTEGERS, activations
+from ...models.config import LlamaConfig
 from ...models.errors import EngineError
-from ...models.layers import EMBEDDING, HEAD, Matrix, Network, network_of
+from ...models.layers import EMBEDDING, Matrix, Network, network_of
 from ...plugins.installation import install
 from ...plugins.native.cache import check_available, kernel_identity
 from ...plugins.native.compile import CompilerError
-from ...plugins.native.library import BLOCK
-from ...plugins.native.packing import whole_panels
+from ...plugins.native.packing import GROUPS, whole_panels
 from ...plugins.native.processor import FUSED, X86, KernelError, available
 from .base import Engine, EngineSpec
 from .comparison import Comparison
@@ -59,11 +60,11 @@ class Backend:
 
     precisions: those that a build can make, the default first. file: GRAPH, WEIGHTS or PLAN. blocks: the largest block
     of a low-bit matrix (inputs that share a scale), by precision. scale_bytes: bytes of a scale. offsets: precisions
-    whose blocks have an offset, too. heads: the precision of the vocabulary projection where it is another one, by that
-    of the other matrices. rounds_embedding: whether the embedding is stored as the projection is. caches: precisions of
-    keys and values that a build can choose, first that in which they are computed; none: they are stored as activations
-    are. beside: defaults other than the first one, by the precision of weights. draft_precision: the default precision
-    of a draft; None: that of the target.
+    whose blocks have an offset, too. heads: the precision that a build gives the vocabulary projection where it is
+    another one, by that of the other matrices; where there are any, every matrix may have its own. rounds_embedding:
+    whether the embedding is stored as the projection is. caches: precisions of keys and values that a build can choose,
+    first that in which they are computed; none: they are stored as activations are. beside: defaults other than the
+    first one, by the precision of weights. draft_precision: the default precision of a draft; None: that of the target.
 
     form: form of the graph, ADDITIVE or COMPACT. grows: whether caches grow, so that many sequences can share one.
     panels: whether values are stored in whole panels of 16 numbers. pads: whether a pass also computes the rows of
@@ -166,13 +167,13 @@ def release_of(*packages: str) -> str | None:
 
 ONNXRUNTIME = Backend(
     name="onnxruntime",
-    precisions=("fp32", *INTEGERS),
+    precisions=("fp32", *EXPORTED),
     file=GRAPH,
     open=open_onnxruntime,
     check_file=check_graph,
     check_machine=check_onnxruntime,
     release=lambda: release_of("onnxruntime-gpu", "onnxruntime"),  # either provides the module
-    blocks=dict.fromkeys(INTEGERS, 32),
+    blocks=dict.fromkeys(EXPORTED, 32),
     prompt_widths=(96, 128, 192, 256),  # its kernels are most efficient with many rows
     providers=("cpu", "cuda"),
 )
@@ -184,10 +185,10 @@ NATIVE = Backend(
     check_file=check_weights,
     check_machine=check_native,
     release=kernel_identity,  # a digest of the kernels' sources, the processor and the compiler
-    blocks=dict.fromkeys(INTEGERS, BLOCK),  # activations are rounded in blocks of the same size
+    blocks={precision: GROUPS[BITS[precision]] for precision in INTEGERS},
     scale_bytes=2,
     offsets=native.OFFSETS,
-    heads=native.HEADS,
+    heads={"int4": "int8"},  # docs/precision.md says why
     rounds_embedding=True,
     caches=("fp32", "fp16", "int8"),
     beside=dict.fromkeys((*HALF, *INTEGERS), "fp16"),  # where it adds nothing that can be measured: docs/native.md
@@ -199,13 +200,13 @@ NATIVE = Backend(
 )
 TENSORRT = Backend(
     name="tensorrt",
-    precisions=("fp16", "bf16", "fp32", *LOW_BIT),
+    precisions=("fp16", "bf16", "fp32", *EXPORTED, FP8),
     file=PLAN,
     open=open_tensorrt,
     check_file=check_no_file,
     check_machine=check_tensorrt,
     release=lambda: release_of("tensorrt"),
-    blocks=dict.fromkeys(LOW_BIT, 128),
+    blocks=dict.fromkeys((*EXPORTED, FP8), 128),
     form=COMPACT,
     grows=False,
     most_threads=0,
@@ -223,16 +224,21 @@ UNLISTED = replace(ONNXRUNTIME, name="", precisions=(), release=lambda: None, bl
 def bits_of_weight(spec: EngineSpec) -> float:
     """Mean bits of a weight in the file: of all matrices and the embedding, with scales, offsets and copies."""
     backend, network = describe_backend(spec.backend), stored_network(spec)
-    embedding, tied = (network.embedding,), spec.model.tie_embeddings
-    once = pass_matrices(network) + (() if tied else embedding)
-    copied = tied and not backend.rounds_embedding and spec.precision in backend.blocks
-    return 8 * matrix_bytes(spec, once + (embedding if copied else ())) / num_weights(once)
+    once = stored_matrices(network, spec.model)
+    copied = spec.model.tie_embeddings and not backend.rounds_embedding and spec.precision in backend.blocks
+    return 8 * matrix_bytes(spec, once + ((network.embedding,) if copied else ())) / num_weights(once)
 
 
 def stored_network(spec: EngineSpec) -> Network:
     """The description of a model whose feed-forward size divides into blocks."""
     most = describe_backend(spec.backend).blocks.get(spec.precision, 1)
+    most = most if most == 1 else max(most, BLOCKS[-1])
     return network_of(replace(spec.model, intermediate_size=-(-spec.model.intermediate_size // most) * most))
+
+
+def stored_matrices(network: Network, model: LlamaConfig) -> tuple[Matrix, ...]:
+    """Those of an engine's file: a tied embedding is the projection."""
+    return pass_matrices(network) + (() if model.tie_embeddings else (network.embedding,))
 
 
 def pass_matrices(network: Network) -> tuple[Matrix, ...]:
@@ -249,14 +255,13 @@ def matrix_bytes(spec: EngineSpec, matrices: Iterable[Matrix]) -> float:
     backend, computed = describe_backend(spec.backend), activations(spec.precision, describe_backend(spec.backend).form)
     most, bits = backend.blocks.get(spec.precision), 0.0
     for matrix in matrices:
-        size, own = num_weights([matrix]), spec.precision
+        size, own = num_weights([matrix]), spec.matrices.get(matrix.name, spec.precision)
         if most is None or (matrix.name == EMBEDDING and not backend.rounds_embedding):
             bits += size * 8 * ITEM_BYTES[spec.precision if most is None else computed]
             continue
-        if matrix.name in (EMBEDDING, HEAD):
-            own = backend.heads.get(own, own)
         beside = 8 * (1 + (own in backend.offsets)) * min(backend.scale_bytes, ITEM_BYTES[computed])  # bits of a block
-        block = next(block for block in BLOCKS if block <= most and matrix.inputs % block == 0)
+        least = backend.blocks[own]
+        block = next((block for block in BLOCKS if block <= least and matrix.inputs % block == 0), least)
         bits += size * (BITS[own] + beside / block)
     return bits / 8
 
@@ -284,8 +289,9 @@ def format_of_weight(spec: EngineSpec) -> str:
     if (most := backend.blocks.get(spec.precision)) is None:
         return spec.precision
     beside = "scale and offset" if spec.precision in backend.offsets else "scale"
-    head = f", the vocabulary projection {of_head}" if (of_head := backend.heads.get(spec.precision)) else ""
-    return f"{spec.precision} with a {beside} per block of up to {most}{head}"
+    others = Counter(spec.matrices.values())
+    told = "".join(f", {count} {'matrix' if count == 1 else 'matrices'} {name}" for name, count in others.items())
+    return f"{spec.precision} with a {beside} per block of up to {most}{told}"
 
 
 def describe_backend(name: str) -> Backend:

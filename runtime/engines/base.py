@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
@@ -45,6 +45,8 @@ class EngineSpec:
     prompt_widths: tuple[int, ...] = ()  # numbers of rows, above `widths`, that only prefill passes use; ascending
     kept_tokens: tuple[int, ...] = ()  # of a trimmed draft: the token of each column of its logits, ascending
     cache_precision: str = ""  # of keys and values; "": that in which they are computed
+    # Precisions other than the engine's, by the engine's names of merged matrices.
+    matrices: Mapping[str, str] = field(default_factory=dict, hash=False)
 
     @property
     def max_width(self) -> int:

@@ -94,7 +94,7 @@ def test_tensorrt_s_own_attention(
 def test_low_bit_matrices_stay_low_bit_in_the_plan(compiled: Compile, tmp_path: Path) -> None:
     """With fp16 activations: a plan that had unpacked its weights would be as large as the fp16 one."""
     sizes = {}
-    for precision in ("fp16", *bindings.LOW_BIT):
+    for precision in ("fp16", *bindings.EXPORTED, bindings.FP8):
         plan = compiled(precision=precision, shape="wide", compute_capabilities=("8.9",))
         assert plan.layers.attention == 2 and plan.layers.kv_cache_update == 4
         sizes[precision] = (tmp_path / "draft.plan").stat().st_size

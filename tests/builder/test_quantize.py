@@ -137,7 +137,7 @@ def test_a_matrix_of_many_parts_is_rounded_as_its_rows_are(key: tuple[str, str])
     np.testing.assert_array_equal(whole.dequantized(), weights.reshape(matrix.shape))
 
 
-@pytest.mark.parametrize("precision", bindings.INTEGERS)
+@pytest.mark.parametrize("precision", bindings.EXPORTED)
 @pytest.mark.parametrize("shape", ["gqa", "tied", "biases", "demo draft"])
 def test_engines_compute_with_exactly_the_oracles_weights(
     shape: str, precision: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -190,7 +190,7 @@ def test_parity_sees_what_is_no_number(tmp_path: Path) -> None:
         RoundedCheckpoint(Checkpoint(folder), "fp16").tensor(name)
 
 
-@pytest.mark.parametrize("precision", bindings.INTEGERS)
+@pytest.mark.parametrize("precision", bindings.EXPORTED)
 def test_onnx_runtime_takes_its_low_bit_kernel_for_every_matrix(precision: str, tmp_path: Path) -> None:
     open_engine(DEMO / "target", "onnxruntime", precision, tmp_path / "target.onnx")
     options = onnxruntime.SessionOptions()
@@ -227,7 +227,7 @@ def test_a_size_without_blocks_is_refused_before_anything_is_written(tmp_path: P
         QuantizedCheckpoint(Checkpoint(folder), FORMATS["onnxruntime", "int4"])
 
 
-@pytest.mark.parametrize("precision", bindings.INTEGERS)
+@pytest.mark.parametrize("precision", bindings.EXPORTED)
 def test_onnx_runtime_gives_a_chain_the_bits_of_plain_decoding(precision: str, tmp_path: Path) -> None:
     """In passes of two rows or more, and in chains: its attention adds in vector lanes, so that a tree, whose paths
     leave slots out, may differ in the last bit, and rounded activations may make more of it."""
@@ -239,7 +239,7 @@ def test_onnx_runtime_gives_a_chain_the_bits_of_plain_decoding(precision: str, t
         assert_same_bits(in_one_pass(engine, range(5, 45), chain, range(10), width), expected)
 
 
-@pytest.mark.parametrize("precision", bindings.INTEGERS)
+@pytest.mark.parametrize("precision", bindings.EXPORTED)
 def test_speculative_text_is_plain_text(precision: str, tmp_path: Path) -> None:
     options = BuildOptions(DEMO / "target", DEMO / "draft", tmp_path / "bundle", precision=precision)
     manifest = build(options, quiet).manifest

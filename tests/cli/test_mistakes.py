@@ -182,7 +182,7 @@ HEAD = "train-head --target x --draft y --prompts missing.jsonl --output z"
         (f"{BUILD} native --precision int-4", "did you mean int4?"),
         (f"{BUILD} natve", "did you mean native?"),
         (f"{BUILD} native --widths 2,4", "widths must ascend from 1"),
-        (f"{BUILD} native --draft-precision int5", "precision 'int5' is not available for native"),
+        (f"{BUILD} native --draft-precision int3", "precision 'int3' is not available for native"),
         (f"{BUILD} onnxruntime --precision q4", "'q4' is not available for onnxruntime; choose fp32, int8, int4"),
         (f"{HEAD} --layers -1", "layers must be a whole number from 0 to 64, not -1"),
         (f"{HEAD} --contexts mixd", "contexts 'mixd' is unknown"),

@@ -93,12 +93,16 @@ static void digest_rounding(int outputs, int blocks) {
     float *weights = numbers(count), *feedback = numbers(CODE_BLOCK * CODE_BLOCK), *left = calloc(count, sizeof(float));
     float *scales = malloc(count * sizeof(float)), *offsets = malloc(count * sizeof(float));
     uint8_t *codes = malloc(count);
-    draftwood_round(weights, outputs, (int)inputs, shares, 4, blocks == 1 ? feedback : NULL, codes, scales, offsets,
-                    blocks == 1 ? left : NULL);
-    take(codes, count), take(scales, count / CODE_BLOCK * sizeof(float)), take(left, count * sizeof(float));
-    take(offsets, count / CODE_BLOCK * sizeof(float));
-    draftwood_round8(weights, outputs, (int)inputs, (int8_t *)codes, scales);
-    take(codes, count), take(scales, count / CODE_BLOCK * sizeof(float));
+    for (int bits = 4; bits <= 5; bits++) {
+        draftwood_round(weights, outputs, (int)inputs, bits, shares, 4, blocks == 1 ? feedback : NULL, codes, scales,
+                        offsets, blocks == 1 ? left : NULL);
+        take(codes, count), take(scales, count / CODE_BLOCK * sizeof(float)), take(left, count * sizeof(float));
+        take(offsets, count / CODE_BLOCK * sizeof(float));
+    }
+    for (int bits = 6; bits <= 8; bits += 2) {
+        draftwood_round_signed(weights, outputs, (int)inputs, bits, (int8_t *)codes, scales);
+        take(codes, count), take(scales, count / group_of(bits) * sizeof(float));
+    }
     tell("rounding", outputs);
     free(weights), free(feedback), free(left), free(scales), free(offsets), free(codes);
 }
@@ -106,12 +110,13 @@ static void digest_rounding(int outputs, int blocks) {
 int main(void) {
     digest = 0xcbf29ce484222325u;
     const struct shape shapes[] = {
+        {41, 64, 64, 2, 4, 2, 16, 300, 0, INT6, 8, 1, FP16}, {31, 96, 32, 1, 32, 1, 2, 300, 0, INT5, 1, 0, INT8},
         {33, 34, 18, 2, 6, 2, 18, 300, 2, FP16, 7, 1, FP16}, {16, 32, 16, 1, 8, 1, 16, 300, 0, BF16, 8, 0, FP32},
         {95, 64, 64, 2, 4, 2, 16, 300, 3, INT8, 8, 1, FP16}, {31, 96, 32, 1, 32, 1, 2, 300, 0, INT4, 1, 0, INT8},
         {71, 48, 80, 2, 6, 3, 40, 200, 1, FP32, 20, 1, FP32}, {71, 48, 80, 2, 6, 3, 40, 200, 0, FP32, 20, 0, INT8},
     };
     for (int format = FP32; format <= INT4; format++) digest_products(format);
-    for (int at = 0; at < 6; at++) digest_passes(shapes[at], 18, 256);
+    for (int at = 0; at < 8; at++) digest_passes(shapes[at], 18, 256);
     for (int size = 1; size < 1000; size = size * 3 + 7) digest_sampling(size);
     digest_rounding(37, 3), digest_rounding(19, 1);
     return 0;

@@ -98,19 +98,19 @@ static void check_sampling(int size, enum kind kind, double temperature) {
 }
 
 /* Codes, scales and offsets of numbers from -size to size; of a matrix of one block with feedback, too. */
-static void check_rounding(int outputs, int blocks, float size) {
+static void check_rounding(int outputs, int blocks, float size, int more) { /* more: bits, than 4 and 6 */
     const size_t inputs = (size_t)blocks * CODE_BLOCK, count = outputs * inputs;
     const float shares[] = {0.8f, 1.0f};
-    const size_t bytes = (size_t)outputs * blocks * sizeof(float);
+    const size_t bytes = (size_t)outputs * blocks * (more ? 1 : 2) * sizeof(float);
     float *weights = numbers(count), *feedback = numbers(CODE_BLOCK * CODE_BLOCK);
     float *left = malloc(count * sizeof(float)), *scales = malloc(bytes), *offsets = malloc(bytes);
     uint8_t *codes = malloc(count);
     for (size_t at = 0; at < count; at++) weights[at] *= size;
     for (int fed = 0; fed < (blocks == 1 ? 2 : 1); fed++) {
-        draftwood_round(weights, outputs, (int)inputs, shares, COUNT(shares), fed ? feedback : NULL, codes, scales,
-                        offsets, fed ? left : NULL);
+        draftwood_round(weights, outputs, (int)inputs, 4 + more, shares, COUNT(shares), fed ? feedback : NULL, codes,
+                        scales, offsets, fed ? left : NULL);
         for (size_t at = 0; at < count; at++) {
-            check(codes[at] <= 15, "codes", outputs);
+            check(codes[at] <= (more ? 31 : 15), "codes", outputs);
             const size_t block = at / CODE_BLOCK;
             const float error = fabsf(codes[at] * scales[block] + offsets[block] - weights[at]);
             check(fed || !(size > 1e-3f && size < 1e3f) || error <= size / 6, "an error of rounding", outputs);
@@ -118,11 +118,11 @@ static void check_rounding(int outputs, int blocks, float size) {
         for (int at = 0; at < outputs * blocks; at++)
             check(scales[at] > 0 && isfinite(scales[at]) && isfinite(offsets[at]), "scales", outputs);
     }
-    draftwood_round8(weights, outputs, (int)inputs, (int8_t *)codes, scales);
+    draftwood_round_signed(weights, outputs, (int)inputs, 6 + 2 * more, (int8_t *)codes, scales);
     for (size_t at = 0; at < count; at++) {
-        const float scale = scales[at / CODE_BLOCK], error = fabsf((int8_t)codes[at] * scale - weights[at]);
-        check(scale > 0 && isfinite(scale), "scales of 8 bits", outputs);
-        check(size > 1e6f || error <= 0.501f * scale, "an error of 8 bits", outputs);
+        const float scale = scales[at / group_of(6 + 2 * more)], error = fabsf((int8_t)codes[at] * scale - weights[at]);
+        check(scale > 0 && isfinite(scale), "scales of signed codes", outputs);
+        check(size > 1e6f || error <= 0.501f * scale, "an error of signed codes", outputs);
     }
     free(weights), free(feedback), free(left), free(scales), free(offsets), free(codes);
 }
@@ -293,11 +293,12 @@ int main(void) {
     const float sizes[] = {0, 1e-40f, 1e-6f, 1e-5f, 1, 60000, 1e30f};
     for (int size = 0; size < 8; size++)
         for (int blocks = 1; blocks <= 3; blocks++)
-            for (int at = 0; at < COUNT(sizes); at++) check_rounding(SIZES[size], blocks, sizes[at]);
+            for (int at = 0; at < COUNT(sizes); at++) check_rounding(SIZES[size], blocks, sizes[at], at % 2);
     const struct shape shapes[] = {
         {1, 2, 1, 1, 1, 1, 2, 1, 0, FP32, 1, 0, FP32},       {17, 10, 7, 2, 5, 5, 2, 40, 1, FP32, 1, 1, INT8},
         {33, 34, 18, 2, 6, 2, 18, 300, 2, FP16, 7, 1, FP16}, {16, 32, 16, 1, 8, 1, 16, 300, 0, BF16, 8, 0, FP16},
         {15, 64, 64, 2, 4, 2, 16, 300, 3, INT8, 8, 1, INT8}, {31, 64, 32, 1, 32, 1, 2, 300, 0, INT4, 1, 0, FP16},
+        {15, 64, 64, 2, 4, 2, 16, 300, 3, INT6, 8, 1, INT8}, {31, 64, 32, 1, 32, 1, 2, 300, 0, INT5, 1, 0, FP16},
         {33, 34, 18, 2, 6, 2, 18, 300, 0, FP16, 7, 0, INT8}, {15, 64, 64, 2, 4, 2, 16, 300, 0, INT8, 8, 0, FP32},
     };
     for (int at = 0; at < COUNT(shapes); at++)

@@ -19,7 +19,6 @@ static float *numbers(size_t count) {
 /* A matrix of random weights. */
 static struct matrix matrix_of(int outputs, int inputs, enum format format, int biased) {
     struct matrix matrix = {.outputs = outputs, .inputs = inputs, .format = format};
-    matrix.block = format >= INT8 ? CODE_BLOCK : 0;
     const size_t bytes = panels_of(outputs) * panel_bytes(&matrix);
     uint8_t *weights = malloc(bytes);
     for (size_t at = 0; at < bytes; at++) weights[at] = (uint8_t)(128 + 128 * number());
@@ -33,7 +32,8 @@ static struct matrix matrix_of(int outputs, int inputs, enum format format, int 
     }
     matrix.weights = weights;
     if (format >= INT8) {
-        const size_t scales = (size_t)panels_of(outputs) * (inputs / matrix.block) * LANES * (format == INT4 ? 2 : 1);
+        const int bits = bits_of(format);
+        const size_t scales = (size_t)panels_of(outputs) * (inputs / group_of(bits)) * numbers_of_group(bits);
         uint16_t *halves = malloc(scales * sizeof *halves);
         for (size_t at = 0; at < scales; at++) halves[at] = (uint16_t)(0x0c00 + 127 * number()); /* about 2^-12 */
         matrix.scales = halves;
@@ -70,10 +70,10 @@ static void free_cache(struct cache cache) {
 static struct model model_of(struct shape shape) {
     struct model model = {shape.vocab, shape.hidden, panels_of(shape.inner) * LANES, shape.layers, shape.heads,
                           shape.kv_heads, shape.head_dim, shape.positions, shape.blocks, 1e-5f, 0.5f,
-                          0.25f, 0.5f, 2, 0, 0, 0, 0, 0, 0, 0, {0}};
+                          0.25f, 0.5f, 2, 1.5f, 0, 0, 0, 0, 0, 0, {0}, {0}};
     const int query = shape.heads * shape.head_dim, key = shape.kv_heads * shape.head_dim;
     const int whole = panels_of(shape.hidden) * LANES, head = panels_of(shape.head_dim) * LANES;
-    model.embedding = numbers((size_t)shape.vocab * shape.hidden);
+    model.embedding = matrix_of(shape.vocab, shape.hidden, shape.format, 0);
     model.norm = numbers(whole);
     model.cosine = numbers((size_t)shape.positions * shape.pairs);
     model.sine = numbers((size_t)shape.positions * shape.pairs);
@@ -103,6 +103,6 @@ static void free_model(struct model model) {
     }
     for (int index = 0; index < model.blocks; index++) free_matrix(model.block[index]);
     free((void *)model.layer), free((void *)model.block), free_matrix(model.head);
-    free((void *)model.embedding), free((void *)model.norm), free((void *)model.odds);
+    free_matrix(model.embedding), free((void *)model.norm), free((void *)model.odds);
     free((void *)model.cosine), free((void *)model.sine);
 }

@@ -11,7 +11,14 @@ from numpy.typing import NDArray
 
 from draftwood.builder.checkpoints.checkpoint import Checkpoint
 from draftwood.builder.engines.native import write_weights
-from draftwood.builder.quantization.formats import FORMATS, HALF, QuantizedCheckpoint, RoundedCheckpoint, Weights
+from draftwood.builder.quantization.formats import (
+    FORMATS,
+    HALF,
+    QuantizedCheckpoint,
+    RoundedCheckpoint,
+    Weights,
+)
+from draftwood.builder.quantization.kept import others_of
 from draftwood.models.acceptance_head import TrainedHead
 from draftwood.models.bindings import output_names
 from draftwood.plugins.native import cache
@@ -55,7 +62,8 @@ def open_native(
 
 
 def spec_of(weights: Weights, role: str, precision: str, widths: tuple[int, ...], capacity: int) -> EngineSpec:
-    return EngineSpec(role, "native", "", weights.config, widths, capacity, precision, output_names(role))
+    outputs, others = output_names(role), others_of(weights)
+    return EngineSpec(role, "native", "", weights.config, widths, capacity, precision, outputs, matrices=others)
 
 
 class Packed:
@@ -77,9 +85,8 @@ class Packed:
         else:
             self.wide, weights, scales = matrix, panels(matrix), None
         outputs, inputs = matrix.shape
-        block = 0 if self.scales is None else inputs // self.scales.shape[1]
         parts = [self._keep(part) for part in (weights, scales, None if bias is None else flat(bias))]
-        self.matrix = Matrix(*parts, outputs, inputs, block, NAMES.index(precision))
+        self.matrix = Matrix(*parts, outputs, inputs, NAMES.index(precision))
 
     def times(self, rows: NDArray[np.float32], library: NativeLibrary) -> NDArray[np.float32]:
         return library.linear(self.matrix, rows)

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from draftwood.plugins.native.library import BLOCK
 from draftwood.plugins.native.packing import MIN_HALF, PAIR_BLOCK
 
 
@@ -36,11 +37,12 @@ def linear(
     scales: NDArray[np.float32],
     offsets: NDArray[np.float32] | None = None,
 ) -> NDArray[np.float64]:
-    """Rows [R, K] times a matrix [N, K] of `codes` with scales, and offsets or none, [N, K / block]: whole blocks in
+    """Rows [R, K] times a matrix [N, K] of `codes` with scales, and offsets or none, [N, K / group]: whole groups in
     integers, scaled and added in double precision, [R, N]."""
-    outputs, blocks = scales.shape
-    x = rounded(rows, codes.shape[1] // blocks)
-    whole = np.einsum("rbk,nbk->rnb", x.codes, codes.reshape(outputs, blocks, -1).astype(np.int32))
+    outputs, groups = scales.shape
+    x = rounded(rows, BLOCK)
+    x = Rounded(x.codes.reshape(len(rows), groups, -1), x.scales.repeat(groups * BLOCK // codes.shape[1], 1))
+    whole = np.einsum("rbk,nbk->rnb", x.codes, codes.reshape(outputs, groups, -1).astype(np.int32))
     both = scales[None].astype(np.float64) * x.scales[:, None]
     product = np.asarray((whole * both).sum(-1))
     if offsets is not None:

@@ -110,7 +110,7 @@ class GgufTensors:
         return array if heads is None else unpermuted(array, heads)
 
     def blocks(self, name: str) -> Blocks | None:
-        """See BlockSource.blocks. The types of BLOCK_TYPES are stored in blocks of 32."""
+        """See BlockSource.blocks. The types of BLOCK_TYPES are stored in blocks of 32, and of 16 in Q6_K."""
         tensor = self._tensors[self._names[name]]
         if tensor.kind not in BLOCK_TYPES or len(tensor.shape) != 2:
             return None
@@ -163,6 +163,44 @@ def q4_k(content: NDArray[np.uint8]) -> Blocks:
     )
 
 
+def q5_0(content: NDArray[np.uint8]) -> Blocks:
+    """Split blocks of Q5_0, uint8 [N, K / 32, 22]: an fp16 scale, the upper bits of 32 codes, and their lower halves;
+    weight = (code - 16) * scale."""
+    scales = halves(content[..., :2])
+    return Blocks(5, fifth_bits(content[..., 2:6]) | nibbles(content[..., 6:]), scales, -16 * scales)
+
+
+def q5_1(content: NDArray[np.uint8]) -> Blocks:
+    """Split blocks of Q5_1, uint8 [N, K / 32, 24]: the same with an fp16 offset behind the scale."""
+    codes = fifth_bits(content[..., 4:8]) | nibbles(content[..., 8:])
+    return Blocks(5, codes, halves(content[..., :2]), halves(content[..., 2:4]))
+
+
+def fifth_bits(content: NDArray[np.uint8]) -> NDArray[np.int8]:
+    """Of each byte, uint8 [N, parts, 4], the bits as 16, the lowest first: int8 [N, 32 * parts]."""
+    return (np.unpackbits(content.reshape(len(content), -1), axis=1, bitorder="little") << 4).astype(np.int8)
+
+
+def q5_k(content: NDArray[np.uint8]) -> Blocks:
+    """Split super-blocks of Q5_K, uint8 [N, K / 256, 176]: as Q4_K, and before the codes their fifth bits: of a byte of
+    32, the lowest belongs to the first of 8 blocks."""
+    blocks = q4_k(np.concatenate((content[..., :16], content[..., 48:]), -1))
+    upper = content[..., None, 16:48] >> np.arange(8, dtype=np.uint8)[:, None] & 1
+    return blocks._replace(bits=5, codes=blocks.codes | (upper << 4).astype(np.int8).reshape(blocks.codes.shape))
+
+
+def q6_k(content: NDArray[np.uint8]) -> Blocks:
+    """Split super-blocks of Q6_K, uint8 [N, K / 256, 210]: the lower halves of 256 codes, their upper two bits, 16
+    signed scales of 8 bits and an fp16 number by which these are multiplied; weight = (code - 32) * scale. The codes
+    are kept as they are; the products, of up to 18 bits, are rounded to fp16."""
+    shape = (len(content), -1)
+    lower = nibbles(content[..., :128].reshape(*shape, 64))
+    upper = content[..., 128:192].reshape(*shape, 1, 32) >> np.arange(0, 8, 2, dtype=np.uint8)[:, None] & 3
+    signed = np.ascontiguousarray(content[..., 192:208]).view(np.int8).astype(np.float32)
+    scales = rounded(halves(content[..., 208:210])[..., None] * signed).reshape(shape)
+    return Blocks(6, lower | (upper << 4).astype(np.int8).reshape(shape), scales, -32 * scales)
+
+
 def rounded(numbers: NDArray[np.float32]) -> NDArray[np.float32]:
     """The nearest numbers that fp16 can hold; infinity for those that are larger than all of them."""
     with np.errstate(over="ignore"):
@@ -187,6 +225,10 @@ BLOCK_TYPES: dict[int, Callable[[NDArray[np.uint8]], Blocks]] = {
     GGMLQuantizationType.Q4_0: q4_0,
     GGMLQuantizationType.Q4_1: q4_1,
     GGMLQuantizationType.Q4_K: q4_k,
+    GGMLQuantizationType.Q5_0: q5_0,
+    GGMLQuantizationType.Q5_1: q5_1,
+    GGMLQuantizationType.Q5_K: q5_k,
+    GGMLQuantizationType.Q6_K: q6_k,
 }
 
 

@@ -61,17 +61,15 @@ INLINE f32 from_bytes(const int8_t *at) {
 /* Numbers of 16 bits as fp32. */
 INLINE f32 from_fp16(const uint16_t *at) { return (f32)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)at)); }
 
-/* To each of `count` vectors of sums, four products in every lane: of a code from 0 to 255, of which BYTE_ZERO is taken,
- * or of one from 0 to 15; `row` holds codes from -127 to 127. Sums of a block of 32 of the latter become integers by
- * small_sums. */
+/* To each of `count` vectors of sums, four products in every lane: of an unsigned code, of which BYTE_ZERO is taken where
+ * it has 8 bits; `row` holds codes from -127 to 127. Sums of a block of codes of 4 bits become integers by small_sums. */
 #if defined(__AVXVNNI__)
 #define BYTE_ZERO 0
-INLINE void add_bytes(const int count, i32 *sums, const i32 *codes, i32 row) {
+INLINE void add_codes(const int count, i32 *sums, const i32 *codes, i32 row, const int bits) {
 #pragma GCC unroll 8
     for (int v = 0; v < count; v++)
         sums[v] = (i32)_mm256_dpbusd_avx_epi32((__m256i)sums[v], (__m256i)codes[v], (__m256i)row);
 }
-INLINE void add_small(const int count, i32 *sums, const i32 *codes, i32 row) { add_bytes(count, sums, codes, row); }
 INLINE i32 small_sums(i32 sum) { return sum; }
 #else
 #define BYTE_ZERO 128
@@ -79,32 +77,27 @@ INLINE i32 small_sums(i32 sum) { return sum; }
 /* In a register at this place: a compiler would compute the products of a whole block first and store them. */
 INLINE i32 at_once(__m256i value) { __asm__("" : "+x"(value)); return (i32)value; }
 
-/* |code| times the row's number with the code's sign: pairs fit 16 bits. Each step for all vectors before the next one:
- * Zen 3 computes two products and then two sums faster than both in turn. */
-INLINE void add_bytes(const int count, i32 *sums, const i32 *codes, i32 row) {
+/* Pairs of products fit 16 bits: of 8 bits, those of |code| and the row's number with the code's sign. So do 16 products of
+ * 4 bits, of at most 1905. Each step for all vectors before the next one: Zen 3 computes two products and then two sums
+ * faster than both in turn. */
+INLINE void add_codes(const int count, i32 *sums, const i32 *codes, i32 row, const int bits) {
     i32 part[VECTORS];
     __m256i code[VECTORS], size[VECTORS];
 #pragma GCC unroll 8
     for (int v = 0; v < count; v++) {
-        code[v] = _mm256_xor_si256((__m256i)codes[v], _mm256_set1_epi8((char)0x80));
-        size[v] = _mm256_abs_epi8(code[v]);
+        code[v] = bits == 8 ? _mm256_xor_si256((__m256i)codes[v], _mm256_set1_epi8((char)0x80)) : (__m256i)codes[v];
+        size[v] = bits == 8 ? _mm256_abs_epi8(code[v]) : code[v];
     }
 #pragma GCC unroll 8
-    for (int v = 0; v < count; v++) part[v] = at_once(_mm256_sign_epi8((__m256i)row, code[v]));
+    for (int v = 0; v < count; v++) part[v] = bits == 8 ? at_once(_mm256_sign_epi8((__m256i)row, code[v])) : row;
 #pragma GCC unroll 8
     for (int v = 0; v < count; v++) part[v] = at_once(_mm256_maddubs_epi16(size[v], (__m256i)part[v]));
 #pragma GCC unroll 8
-    for (int v = 0; v < count; v++) part[v] = at_once(_mm256_madd_epi16((__m256i)part[v], _mm256_set1_epi16(1)));
+    for (int v = 0; v < count && bits > 4; v++)
+        part[v] = at_once(_mm256_madd_epi16((__m256i)part[v], _mm256_set1_epi16(1)));
 #pragma GCC unroll 8
-    for (int v = 0; v < count; v++) sums[v] = at_once((__m256i)(sums[v] + part[v]));
-}
-/* Pairs of 16 bits: 16 products of at most 1905 fit. */
-INLINE void add_small(const int count, i32 *sums, const i32 *codes, i32 row) {
-    __m256i part[VECTORS];
-#pragma GCC unroll 8
-    for (int v = 0; v < count; v++) part[v] = (__m256i)at_once(_mm256_maddubs_epi16((__m256i)codes[v], (__m256i)row));
-#pragma GCC unroll 8
-    for (int v = 0; v < count; v++) sums[v] = at_once(_mm256_add_epi16((__m256i)sums[v], part[v]));
+    for (int v = 0; v < count; v++)
+        sums[v] = at_once(bits == 4 ? _mm256_add_epi16((__m256i)sums[v], (__m256i)part[v]) : (__m256i)(sums[v] + part[v]));
 }
 INLINE i32 small_sums(i32 sum) { return (i32)_mm256_madd_epi16((__m256i)sum, _mm256_set1_epi16(1)); }
 #endif

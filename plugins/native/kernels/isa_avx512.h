@@ -5,7 +5,7 @@
 #include "lanes.h"
 
 #define MOST_ROWS 8  /* of a tile */
-#define MOST_ROWS_INT4 7 /* the same over codes of 4 bits, whose offsets need registers, too */
+#define MOST_ROWS_SMALL 7 /* the same over codes of fewer than 8 bits: their parts and offsets need registers, too */
 #define MOST_SUMS 16 /* of its vectors */
 #define SUMS_BESIDE 15 /* so many leave registers for the weights of a step */
 #define ROWS_OF_STREAM 4 /* see isa_avx2.h */
@@ -68,36 +68,35 @@ INLINE void store_half_pairs(uint16_t *to, f32 value) {
 }
 #endif
 
-/* To each of `count` vectors of sums, four products in every lane: of a code from 0 to 255, of which BYTE_ZERO is taken,
- * or of one from 0 to 15; `row` holds codes from -127 to 127. Sums of a block of 32 of the latter become integers by
- * small_sums. */
+/* To each of `count` vectors of sums, four products in every lane: of an unsigned code, of which BYTE_ZERO is taken where
+ * it has 8 bits; `row` holds codes from -127 to 127. Sums of a block of codes of 4 bits become integers by small_sums. */
 #if defined(__AVX512VNNI__)
 #define BYTE_ZERO 0
-INLINE void add_bytes(const int count, i32 *sums, const i32 *codes, i32 row) {
+INLINE void add_codes(const int count, i32 *sums, const i32 *codes, i32 row, const int bits) {
 #pragma GCC unroll 8
     for (int v = 0; v < count; v++)
         sums[v] = (i32)_mm512_dpbusd_epi32((__m512i)sums[v], (__m512i)codes[v], (__m512i)row);
 }
-INLINE void add_small(const int count, i32 *sums, const i32 *codes, i32 row) { add_bytes(count, sums, codes, row); }
 INLINE i32 small_sums(i32 sum) { return sum; }
 #else
 #define BYTE_ZERO 128
-/* |code| times the row's number with the code's sign: pairs fit 16 bits. */
-INLINE void add_bytes(const int count, i32 *sums, const i32 *codes, i32 row) {
+/* Pairs of products fit 16 bits: of 8 bits, those of |code| and the row's number with the code's sign. So do 16 products of
+ * 4 bits, of at most 1905. */
+INLINE void add_codes(const int count, i32 *sums, const i32 *codes, i32 row, const int bits) {
 #pragma GCC unroll 8
     for (int v = 0; v < count; v++) {
+        if (bits < 8) {
+            const __m512i pairs = _mm512_maddubs_epi16((__m512i)codes[v], (__m512i)row);
+            if (bits == 4) sums[v] = (i32)_mm512_add_epi16((__m512i)sums[v], pairs);
+            else sums[v] += (i32)_mm512_madd_epi16(pairs, _mm512_set1_epi16(1));
+            continue;
+        }
         const __m512i code = _mm512_xor_si512((__m512i)codes[v], _mm512_set1_epi8((char)0x80));
         const __mmask64 negative = _mm512_movepi8_mask(code);
         const __m512i other = _mm512_mask_sub_epi8((__m512i)row, negative, _mm512_setzero_si512(), (__m512i)row);
         const __m512i pairs = _mm512_maddubs_epi16(_mm512_abs_epi8(code), other);
         sums[v] += (i32)_mm512_madd_epi16(pairs, _mm512_set1_epi16(1));
     }
-}
-/* Pairs of 16 bits: 16 products of at most 1905 fit. */
-INLINE void add_small(const int count, i32 *sums, const i32 *codes, i32 row) {
-#pragma GCC unroll 8
-    for (int v = 0; v < count; v++)
-        sums[v] = (i32)_mm512_add_epi16((__m512i)sums[v], _mm512_maddubs_epi16((__m512i)codes[v], (__m512i)row));
 }
 INLINE i32 small_sums(i32 sum) { return (i32)_mm512_madd_epi16((__m512i)sum, _mm512_set1_epi16(1)); }
 #endif

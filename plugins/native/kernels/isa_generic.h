@@ -30,14 +30,12 @@ INLINE f32 from_fp16(const uint16_t *at) {
     return (f32)((u32)size | (wide & 0x8000) << 16);
 }
 
-/* To each of `count` vectors of sums, four products in every lane: of a code from 0 to 255, of which BYTE_ZERO is taken,
- * or of one from 0 to 15; `row` holds codes from -127 to 127. Sums of a block of 32 of the latter become integers by
- * small_sums. */
+/* To each of `count` vectors of sums, four products in every lane: of an unsigned code, of which BYTE_ZERO is taken where
+ * it has 8 bits; `row` holds codes from -127 to 127. Sums of a block of codes of 4 bits become integers by small_sums. */
 #define BYTE_ZERO 0
-INLINE void add_bytes(const int count, i32 *sums, const i32 *codes, i32 row) {
+INLINE void add_codes(const int count, i32 *sums, const i32 *codes, i32 row, const int bits) {
     for (int v = 0; v < count; v++)
         for (int byte = 0; byte < 4; byte++)
             sums[v] += ((i32)((u32)codes[v] >> 8 * byte) & 255) * (row << 24 - 8 * byte >> 24);
 }
-INLINE void add_small(const int count, i32 *sums, const i32 *codes, i32 row) { add_bytes(count, sums, codes, row); }
 INLINE i32 small_sums(i32 sum) { return sum; }

@@ -22,9 +22,8 @@ INLINE void store_bytes(int8_t *to, i32 value) {
 /* Numbers of 16 bits as fp32. */
 INLINE f32 from_fp16(const uint16_t *at) { return (f32)vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(at))); }
 
-/* To each of `count` vectors of sums, four products in every lane: of a code from 0 to 255, of which BYTE_ZERO is taken,
- * or of one from 0 to 15; `row` holds codes from -127 to 127. Sums of a block of 32 of the latter become integers by
- * small_sums. */
+/* To each of `count` vectors of sums, four products in every lane: of an unsigned code, of which BYTE_ZERO is taken where
+ * it has 8 bits; `row` holds codes from -127 to 127. Sums of a block of codes of 4 bits become integers by small_sums. */
 #define BYTE_ZERO 128
 INLINE i32 with_products(i32 sum, i32 codes, i32 row) {
     const int8x16_t code = (int8x16_t)codes, other = (int8x16_t)row;
@@ -35,13 +34,10 @@ INLINE i32 with_products(i32 sum, i32 codes, i32 row) {
     return sum + (i32)vpaddq_s32(vpaddlq_s16(low), vpaddlq_s16(high));
 #endif
 }
-INLINE void add_small(const int count, i32 *sums, const i32 *codes, i32 row) {
+INLINE void add_codes(const int count, i32 *sums, const i32 *codes, i32 row, const int bits) {
+    const int32_t zero = bits == 8 ? (int32_t)0x80808080 : 0;
 #pragma GCC unroll 8
-    for (int v = 0; v < count; v++) sums[v] = with_products(sums[v], codes[v], row);
-}
-INLINE void add_bytes(const int count, i32 *sums, const i32 *codes, i32 row) {
-#pragma GCC unroll 8
-    for (int v = 0; v < count; v++) sums[v] = with_products(sums[v], codes[v] ^ (int32_t)0x80808080, row);
+    for (int v = 0; v < count; v++) sums[v] = with_products(sums[v], codes[v] ^ zero, row);
 }
 INLINE i32 small_sums(i32 sum) { return sum; }
 

@@ -12,7 +12,7 @@
 #define LEAST (-3.0e38f) /* no score is smaller */
 #define INLINE static inline __attribute__((always_inline))
 
-enum format { FP32, FP16, BF16, INT8, INT4 };
+enum format { FP32, FP16, BF16, INT8, INT6, INT5, INT4 };
 
 typedef float f32 __attribute__((vector_size(4 * WIDTH)));
 typedef int32_t i32 __attribute__((vector_size(4 * WIDTH)));

@@ -6,25 +6,30 @@
 #pragma once
 #include "bf16.h"
 
-#define CODE_BLOCK 32 /* inputs that share a scale: of integers */
+#define CODE_BLOCK 32 /* inputs that share a scale: of rows in integers, and of most matrices */
 #define INFINITE 0x7f800000 /* the bits of infinity; those of what is no number are larger */
 #define ROUNDED 32    /* inputs that are rounded at once, whole blocks of codes and of bf16 */
-#if !defined(MOST_ROWS_INT4)
-#define MOST_ROWS_INT4 MOST_ROWS
+#if !defined(MOST_ROWS_SMALL)
+#define MOST_ROWS_SMALL MOST_ROWS
 #endif
 #if !defined(MOST_SUMS_CODES)
 #define MOST_SUMS_CODES MOST_SUMS
 #endif
 
-/* [outputs, inputs]. Floats: panels [inputs][16], of bf16 [inputs / 2][16][2]. Integers: unsigned codes (see
- * plugins/native/packing.py) in panels of [inputs / 4][16][4] or, two to a byte, [inputs / 8][16][4]; and numbers in
- * fp16 for each block of inputs. Of 8 bits, scales, [panels][inputs / block][16]: a weight is (code - 128) * scale. Of
- * 4 bits, scales and then offsets, [panels][inputs / block][2][16]: a weight is code * scale + offset. */
+/* [outputs, inputs]. Floats: panels [inputs][16], of bf16 [inputs / 2][16][2]. Integers: unsigned codes in panels of
+ * [inputs * bits / 32][16][4] bytes (see plugins/native/packing.py), and numbers in fp16 for each group of inputs. Of 8 and
+ * 6 bits, scales, [panels][inputs / group][16]: a weight is (code - zero) * scale. Of 5 and 4 bits, scales and then offsets,
+ * [panels][inputs / group][2][16]: a weight is code * scale + offset. */
 struct matrix {
     const void *weights, *scales;
     const float *bias; /* [16 * panels] or null */
-    int32_t outputs, inputs, block, format;
+    int32_t outputs, inputs, format;
 };
+
+INLINE int bits_of(int format) { return format == INT8 ? 8 : format == INT6 ? 6 : format == INT5 ? 5 : 4; }
+INLINE int group_of(int bits) { return bits == 6 ? CODE_BLOCK / 2 : CODE_BLOCK; } /* inputs that share a scale */
+INLINE int has_offsets(int bits) { return bits < 6; }
+INLINE int numbers_of_group(int bits) { return has_offsets(bits) ? 2 * LANES : LANES; } /* of a panel */
 
 /* Rows of activations. Integers meet `codes`, rounded by block, bf16 meets `values` that were rounded or, where there are
  * instructions for it, `halves`; everything else meets `values`. */
@@ -34,7 +39,7 @@ struct rows {
                        * [rows / 16][stride / 32][16][32], else [rows][stride], see store_half_pairs */
     int8_t *codes; /* [rows][stride] */
     float *scales; /* [rows][stride / block]; a block's values are codes * scale */
-    int32_t *starts; /* [rows][stride / block]: what a block's sum of products with codes of 8 bits begins with */
+    int32_t *starts; /* [rows][stride / group]: what a group's sum of products begins with, of a matrix without offsets */
     float *totals; /* [rows][stride / block]: sum of the block's codes * scale */
     int32_t stride;
 };
@@ -77,36 +82,43 @@ INLINE size_t step_bytes(int format) { return LANES * (format == FP16 ? 2 : 4); 
 
 INLINE size_t panel_bytes(const struct matrix *matrix) {
     if (matrix->format == BF16) return half_blocks(matrix->inputs) * BLOCK_BYTES;
-    const int inputs_of_step = matrix->format == INT8 ? 4 : matrix->format == INT4 ? 8 : 1;
-    return matrix->inputs / inputs_of_step * step_bytes(matrix->format);
+    if (matrix->format >= INT8) return (size_t)matrix->inputs * LANES * bits_of(matrix->format) / 8;
+    return matrix->inputs * step_bytes(matrix->format);
 }
 
-/* Of eight inputs of a vector of outputs, whose codes begin at `codes`: bytes of the first four, or of the others. */
-INLINE i32 four_codes(const uint8_t *codes, const int others, const int bits) {
-    i32 bytes;
+/* Of eight inputs of a vector of outputs, whose codes begin at `codes`: bytes of the first four, or of the others. first:
+ * their place in the group, whose upper bits are in one vector behind the lower halves. */
+INLINE i32 four_codes(const uint8_t *codes, const int first, const int others, const int bits) {
+    i32 bytes, upper;
     memcpy(&bytes, codes + (bits == 8 && others ? LANES * 4 : 0), sizeof bytes);
     if (bits == 8) return bytes;
-    return (others ? (i32)((u32)bytes >> 4) : bytes) & 0x0f0f0f0f;
+    bytes = (others ? (i32)((u32)bytes >> 4) : bytes) & 0x0f0f0f0f;
+    if (bits == 4) return bytes;
+    memcpy(&upper, codes + (group_of(bits) - first) / 8 * LANES * 4, sizeof upper);
+    const int lower = (first / 4 + others) * (bits - 4); /* bits of a byte that belong to the fours before these */
+    upper = lower < 4 ? upper << (4 - lower) : (i32)((u32)upper >> (lower - 4));
+    return bytes | (upper & (bits == 6 ? 0x30303030 : 0x10101010));
 }
 
-/* whole[r][v] += one block's products in integers, from input `k` of `values` and of the codes on. */
-INLINE void block_products(const int R, const int P, const int8_t *const *values, const uint8_t *codes, size_t panel,
+/* whole[r][v] += one group's products in integers, from input `k` of `values` and of the codes on. */
+INLINE void group_products(const int R, const int P, const int8_t *const *values, const uint8_t *codes, size_t panel,
                            int k, struct ahead ahead, const int bits, i32 whole[][VECTORS]) {
     const int V = P * PARTS, paired = PAIRS ? R / 2 * 2 : 0; /* rows that are multiplied two by two */
 #pragma GCC unroll 4
-    for (const int end = k + CODE_BLOCK; k < end; k += 8) {
+    for (int i = 0, end = k + group_of(bits); k < end; k += 8, i += 8) {
         const uint8_t *from = codes + (size_t)k * LANES * bits / 8;
+        if (bits == 5 || bits == 6) from += i * LANES / 2 - i * LANES * bits / 8; /* the upper bits follow */
 #pragma GCC unroll 8
-        for (int p = 0; p < P; p++) {
-            fetch(ahead, p * panel, (size_t)k * bits / 32);
-            if (bits == 8) fetch(ahead, p * panel, k / 4 + 1);
-        }
+        for (int p = 0; p < P; p++)
+#pragma GCC unroll 2
+            for (int line = 0; line < (i + 8) * bits / 32 - i * bits / 32; line++)
+                fetch(ahead, p * panel, (size_t)k * bits / 32 + line);
 #pragma GCC unroll 8
         for (int r = 0; r < paired; r += 2)
 #pragma GCC unroll 8
             for (int v = 0; v < V; v++) {
                 const uint8_t *at = from + v / PARTS * panel + v % PARTS * sizeof(i32);
-                add_pairs(&whole[r][v], &whole[r + 1][v], four_codes(at, 0, bits), four_codes(at, 1, bits),
+                add_pairs(&whole[r][v], &whole[r + 1][v], four_codes(at, i, 0, bits), four_codes(at, i, 1, bits),
                           values[r] + k, values[r + 1] + k, bits);
             }
 #pragma GCC unroll 2
@@ -114,12 +126,9 @@ INLINE void block_products(const int R, const int P, const int8_t *const *values
             i32 four[VECTORS];
 #pragma GCC unroll 8
             for (int v = 0; v < V; v++)
-                four[v] = four_codes(from + v / PARTS * panel + v % PARTS * sizeof(i32), others, bits);
+                four[v] = four_codes(from + v / PARTS * panel + v % PARTS * sizeof(i32), i, others, bits);
 #pragma GCC unroll 8
-            for (int r = paired; r < R; r++) {
-                const i32 row = repeated(values[r] + k + 4 * others);
-                if (bits == 8) add_bytes(V, whole[r], four, row); else add_small(V, whole[r], four, row);
-            }
+            for (int r = paired; r < R; r++) add_codes(V, whole[r], four, repeated(values[r] + k + 4 * others), bits);
         }
     }
 #pragma GCC unroll 8
@@ -131,14 +140,15 @@ INLINE void block_products(const int R, const int P, const int8_t *const *values
         }
 }
 
-/* The same over codes: whole blocks in integers, then one product with both scales. A code of 8 bits is 128 too large:
- * what that adds to a block is known from the sum of the row's codes. So is what the offsets beside 4 bits add. */
+/* The same over codes: whole groups in integers, then one product with both scales. A code of 8 bits is 128 too large, one
+ * of 6 bits 32: what that adds to a group is known from the sum of the row's codes. So is what offsets add. */
 INLINE void integer_tile(const int R, const int P, const struct rows *x, int row, const struct matrix *matrix,
                          int panel, struct ahead ahead, const int bits, f32 *sums) {
-    const int V = P * PARTS, blocks = matrix->inputs / CODE_BLOCK, row_blocks = x->stride / CODE_BLOCK;
-    const size_t bytes = panel_bytes(matrix), of_block = bits == 4 ? 2 * LANES : LANES;
+    const int V = P * PARTS, group = group_of(bits), groups = matrix->inputs / group, offsets = has_offsets(bits);
+    const int row_blocks = x->stride / CODE_BLOCK, row_groups = x->stride / group;
+    const size_t bytes = (size_t)matrix->inputs * LANES * bits / 8, of_group = numbers_of_group(bits);
     const uint8_t *codes = (const uint8_t *)matrix->weights + panel * bytes;
-    const uint16_t *scales = (const uint16_t *)matrix->scales + (size_t)panel * blocks * of_block;
+    const uint16_t *scales = (const uint16_t *)matrix->scales + (size_t)panel * groups * of_group;
     const int8_t *values[MOST_ROWS];
     f32 sum[MOST_ROWS][VECTORS];
 #pragma GCC unroll 8
@@ -147,30 +157,30 @@ INLINE void integer_tile(const int R, const int P, const struct rows *x, int row
 #pragma GCC unroll 8
         for (int v = 0; v < V; v++) sum[r][v] = (f32){0};
     }
-    for (int b = 0; b < blocks; b++) {
+    for (int g = 0; g < groups; g++) {
         i32 whole[MOST_ROWS][VECTORS];
 #pragma GCC unroll 8
         for (int r = 0; r < R; r++)
 #pragma GCC unroll 8
             for (int v = 0; v < V; v++)
-                whole[r][v] = (i32){0} + (bits == 8 ? x->starts[(row + r) * row_blocks + b] : 0);
-        block_products(R, P, values, codes, bytes, b * CODE_BLOCK, ahead, bits, whole);
+                whole[r][v] = (i32){0} + (offsets ? 0 : x->starts[(row + r) * row_groups + g]);
+        group_products(R, P, values, codes, bytes, g * group, ahead, bits, whole);
         f32 scale[VECTORS], offset[VECTORS];
 #pragma GCC unroll 8
         for (int v = 0; v < V; v++) {
-            const size_t at = ((size_t)(v / PARTS) * blocks + b) * of_block + v % PARTS * WIDTH;
+            const size_t at = ((size_t)(v / PARTS) * groups + g) * of_group + v % PARTS * WIDTH;
             scale[v] = from_fp16(scales + at);
-            if (bits == 4) offset[v] = from_fp16(scales + at + LANES);
-            if (v % PARTS == 0) __builtin_prefetch(scales + at + P * blocks * of_block, 0, 3); /* of the next panels */
+            if (offsets) offset[v] = from_fp16(scales + at + LANES);
+            if (v % PARTS == 0) __builtin_prefetch(scales + at + P * groups * of_group, 0, 3); /* of the next panels */
         }
 #pragma GCC unroll 8
         for (int r = 0; r < R; r++) {
-            const size_t at = (row + r) * row_blocks + b;
+            const size_t at = (row + r) * row_blocks + g * group / CODE_BLOCK;
 #pragma GCC unroll 8
             for (int v = 0; v < V; v++) {
                 const f32 product = __builtin_convertvector(whole[r][v], f32);
                 sum[r][v] += product * (scale[v] * x->scales[at]);
-                if (bits == 4) sum[r][v] += offset[v] * x->totals[at];
+                if (offsets) sum[r][v] += offset[v] * x->totals[at];
             }
         }
     }
@@ -216,6 +226,20 @@ static void dense_products(int count, int panels, const float *rows, size_t apar
     }
 }
 
+/* integer_tile for any number of rows and panels: functions of their own, in which a compiler finds registers. */
+#define INTEGER_TILE(R, P) { integer_tile(R, P, x, row, matrix, panel, ahead, bits, sums); }
+#define PRODUCTS_OF(BITS)                                                                                              \
+    static __attribute__((noinline)) void products_of_##BITS(int rows, int panels, const struct rows *x, int row,      \
+                                                             const struct matrix *matrix, int panel,                   \
+                                                             struct ahead ahead, f32 *sums) {                          \
+        enum { bits = BITS };                                                                                          \
+        EACH_TILE(rows, panels, INTEGER_TILE)                                                                          \
+    }
+PRODUCTS_OF(8)
+PRODUCTS_OF(6)
+PRODUCTS_OF(5)
+PRODUCTS_OF(4)
+
 #define NEAREST 128 /* inputs of panels that are brought near at once: two panels take a third of the L1 cache */
 
 /* The same over panels of fp32 that lie in the L1 cache, NEAREST inputs each. */
@@ -232,7 +256,7 @@ struct tiles {
 };
 
 static struct tiles tiles_of(const struct matrix *matrix, const struct rows *x, int rows) {
-    struct tiles tiles = {rows, 0, matrix->format == INT4 ? MOST_ROWS_INT4 : MOST_ROWS, 1};
+    struct tiles tiles = {rows, 0, matrix->format > INT8 ? MOST_ROWS_SMALL : MOST_ROWS, 1};
     if (MATRIX_REGISTERS && x->halves && matrix->format == BF16 && rows >= REGISTERS_FROM)
         tiles.most = MOST_TILE, tiles.step = REGISTER_ROWS;
     tiles.count = (rows + tiles.most - 1) / tiles.most;
@@ -282,15 +306,15 @@ static void multiply(const struct matrix *matrix, const struct rows *x, const st
         step = panels_at_once(sums_of_tile, rows, most < panels - p ? most : panels - p);
 #define BF16_TILE(R, P) { half_tile(R, P, 0, values, x->stride, weights, bytes, ahead, matrix->inputs, sums); }
 #define PAIR_TILE(R, P) { half_tile(R, P, 1, pairs, x->stride / 2, weights, bytes, ahead, matrix->inputs, sums); }
-#define INT8_TILE(R, P) { integer_tile(R, P, x, row, matrix, panel + p, ahead, 8, sums); }
-#define INT4_TILE(R, P) { integer_tile(R, P, x, row, matrix, panel + p, ahead, 4, sums); }
         switch (matrix->format) {
         case BF16:
             if (HALF_PAIRS && pairs) EACH_TILE(rows, step, PAIR_TILE)
             else EACH_TILE(rows, step, BF16_TILE)
             break;
-        case INT8: EACH_TILE(rows, step, INT8_TILE) break;
-        case INT4: EACH_TILE(rows, step, INT4_TILE) break;
+        case INT8: products_of_8(rows, step, x, row, matrix, panel + p, ahead, sums); break;
+        case INT6: products_of_6(rows, step, x, row, matrix, panel + p, ahead, sums); break;
+        case INT5: products_of_5(rows, step, x, row, matrix, panel + p, ahead, sums); break;
+        case INT4: products_of_4(rows, step, x, row, matrix, panel + p, ahead, sums); break;
         default:
             dense_products(rows, step, values, x->stride, weights, (size_t)matrix->inputs * LANES, ahead,
                            matrix->inputs, matrix->format, sums);
@@ -314,20 +338,20 @@ static void round_to_halves(const struct rows *x, int row, int from, int end) {
     }
 }
 
-/* Codes of inputs of one row: each block is divided by its largest magnitude / 127 and rounded. Filling is zero. Where a
- * number of a block is infinite or none, the block's scale is none, and so are all products with it. */
-static void round_to_codes(const struct rows *x, int row, int from, int end) {
+/* Codes of inputs of one row, for a matrix of that format: each block is divided by its largest magnitude / 127 and
+ * rounded. Filling is zero. Where a number of a block is infinite or none, the block's scale is none, and so are all
+ * products with it. */
+static void round_to_codes(const struct rows *x, int row, int from, int end, int format) {
     const int blocks = x->stride / CODE_BLOCK;
     for (int b = from / CODE_BLOCK; b < end / CODE_BLOCK; b++) {
         const float *values = x->values + (size_t)row * x->stride + b * CODE_BLOCK;
         int8_t *codes = x->codes + (size_t)row * x->stride + b * CODE_BLOCK;
-        i32 most = {0}, sum = {0}; /* magnitudes have the order of their bits, and what is no number is the largest */
+        i32 most = {0}, sum[2] = {{0}, {0}}; /* magnitudes have the order of their bits, and what is no number is the largest */
         for (int k = 0; k < CODE_BLOCK; k += WIDTH)
             most = larger_integer(most, (i32)load(values + k) & 0x7fffffff);
         const int32_t bits = largest_integer(most);
         if (bits >= INFINITE) {
             memset(codes, 0, CODE_BLOCK);
-            x->starts[row * blocks + b] = 0;
             x->scales[row * blocks + b] = x->totals[row * blocks + b] = __builtin_nanf("");
             continue;
         }
@@ -337,11 +361,13 @@ static void round_to_codes(const struct rows *x, int row, int from, int end) {
         for (int k = 0; k < CODE_BLOCK; k += WIDTH) {
             i32 code = nearest(load(values + k) * step);
             store_bytes(codes + k, code);
-            sum += code;
+            sum[2 * k / CODE_BLOCK] += code;
         }
         x->scales[row * blocks + b] = peak / 127.0f;
-        const int whole = sum_of_lanes(sum);
-        x->starts[row * blocks + b] = (BYTE_ZERO - 128) * whole;
+        const int whole = sum_of_lanes(sum[0] + sum[1]);
+        for (int half = 0; format == INT6 && half < 2; half++)
+            x->starts[2 * (row * blocks + b) + half] = -32 * sum_of_lanes(sum[half]);
+        if (format == INT8) x->starts[row * blocks + b] = (BYTE_ZERO - 128) * whole;
         x->totals[row * blocks + b] = (float)whole * x->scales[row * blocks + b];
     }
 }
@@ -349,7 +375,7 @@ static void round_to_codes(const struct rows *x, int row, int from, int end) {
 /* Inputs of a row as the matrix multiplies them, from and to a multiple of ROUNDED. */
 static void round_inputs(const struct rows *x, int row, int from, int end, const struct matrix *next) {
     if (next->format == BF16) round_to_halves(x, row, from, end);
-    if (next->format >= INT8) round_to_codes(x, row, from, end);
+    if (next->format >= INT8) round_to_codes(x, row, from, end, next->format);
 }
 
 /* A row as the matrix multiplies it. */

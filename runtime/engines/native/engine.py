@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ....models import bindings, layers
-from ....models.bindings import INTEGERS
+from ....models.bindings import BITS, INTEGERS
 from ....models.errors import EngineError
 from ....plugins.native.cache import open_kernels
 from ....plugins.native.compile import CompilerError
@@ -38,7 +38,7 @@ from ..base import EngineSpec, ForwardOutput, KVCache, Runner, TokenBatch, check
 from ..cache import GrowingKVCache
 from ..limits import available_bytes, cores
 from .softmax import NativeSoftmax, PreparedRows
-from .weights import ACCEPTANCE, packed_network, packed_rows, precision_of, read_weights
+from .weights import ACCEPTANCE, packed_network, packed_rows, read_weights
 
 # Types of a cache's numbers, by precision.
 STORED: dict[str, type[Any]] = {"": np.float32, "fp32": np.float32, "fp16": np.float16, "int8": np.int8}
@@ -229,14 +229,13 @@ def native_model(spec: EngineSpec, weights: dict[str, NDArray[Any]]) -> Model:
 
     def matrix(name: str, outputs: int, precision: str) -> Matrix:
         packed, scales = weights[f"{name}.weights"], weights.get(f"{name}.scales")
-        inputs = packed.shape[1] * {"bf16": 2, "int8": 4, "int4": 8}.get(precision, 1)
-        block = 0 if scales is None else inputs // scales.shape[1]
+        inputs = packed.shape[1] * 32 // BITS[precision] if scales is not None else packed[0].size // PANEL
         bias, form = weights.get(f"{name}.bias"), FORMATS.index(precision)
-        return Matrix(address(packed), address(scales), address(bias), outputs, inputs, block, form)
+        return Matrix(address(packed), address(scales), address(bias), outputs, inputs, form)
 
     def described(part: layers.Matrix) -> Matrix:
         outputs = packed_rows(part) if part.gated else sum(part.outputs)
-        return matrix(part.name, outputs, precision_of(part, spec.precision))
+        return matrix(part.name, outputs, spec.matrices.get(part.name, spec.precision))
 
     def norm(part: layers.Norm | None) -> int | None:
         return None if part is None else address(weights[part.name])

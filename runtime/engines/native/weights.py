@@ -22,16 +22,15 @@ from ....models.bindings import ACCEPTANCE as ACCEPTANCE_OUTPUT
 from ....models.bindings import BITS, INTEGERS
 from ....models.config import LlamaConfig
 from ....models.errors import EngineError
-from ....models.layers import EMBEDDING, HEAD, Matrix, Network, network_of
+from ....models.layers import Matrix, Network, network_of
 from ....plugins.native.library import BLOCK
-from ....plugins.native.packing import LAYOUT, PAIR_BLOCK, PANEL, whole_panels
+from ....plugins.native.packing import GROUPS, LAYOUT, PAIR_BLOCK, PANEL, whole_panels
 from ..base import EngineSpec
 
 # By safetensors' names. 16-bit floats and scales are stored as unsigned integers of the same bits.
 DTYPES: dict[str, np.dtype[Any]] = {"F32": np.dtype("float32"), "U16": np.dtype("uint16"), "U8": np.dtype("uint8")}
-STORED = {"fp32": "F32", "fp16": "U16", "bf16": "U16", "int8": "U8", "int4": "U8"}  # matrices, by precision
-OFFSETS = ("int4",)  # precisions whose blocks have an offset beside the scale
-HEADS = {"int4": "int8"}  # of embedding and projection, where it is another one; docs/precision.md says why
+STORED = {"fp32": "F32", "fp16": "U16", "bf16": "U16", **dict.fromkeys(INTEGERS, "U8")}  # matrices, by precision
+OFFSETS = ("int5", "int4")  # precisions whose blocks have an offset beside the scale
 METADATA, LAYOUT_KEY = "__metadata__", "draftwood_layout"
 ACCEPTANCE = "acceptance."  # prefix of the names of an acceptance head's tensors
 ALIGNMENT = 64  # bytes of a vector
@@ -54,11 +53,6 @@ class Stored(NamedTuple):
         return math.prod(self.shape) * DTYPES[self.dtype].itemsize
 
 
-def precision_of(matrix: Matrix, precision: str) -> str:
-    """The precision of one matrix of an engine."""
-    return HEADS.get(precision, precision) if matrix.name in (HEAD, EMBEDDING) else precision
-
-
 def packed_network(config: LlamaConfig, precision: str) -> Network:
     """The description of a model, with a feed-forward size that divides into blocks."""
     block = BLOCK if precision in INTEGERS else 1  # the feed-forward size is padded to whole blocks
@@ -72,13 +66,13 @@ def packed_rows(matrix: Matrix) -> int:
 
 
 def expected_tensors(
-    config: LlamaConfig, precision: str, positions: int, head_blocks: int | None
+    config: LlamaConfig, precision: str, others: Mapping[str, str], positions: int, head_blocks: int | None
 ) -> Iterator[tuple[str, Stored]]:
     """Name, dtype and shape of every tensor, in the order in which a pass reads them; an embedding that is not
     tied to the projection is last.
 
-    positions: positions in the rotary tables. head_blocks: blocks of the acceptance head, None without one. Raises
-    EngineError when the inputs of a matrix do not divide into blocks.
+    others: see EngineSpec.matrices. positions: positions in the rotary tables. head_blocks: blocks of the acceptance
+    head, None without one. Raises EngineError when the inputs of a matrix do not divide into blocks.
     """
 
     def vector(size: int) -> Stored:
@@ -86,7 +80,7 @@ def expected_tensors(
 
     def matrix(part: Matrix) -> Iterator[tuple[str, Stored]]:
         name, inputs, rows = part.name, part.inputs, packed_rows(part)
-        count, own = rows // PANEL, precision_of(part, precision)
+        count, own = rows // PANEL, others.get(name, precision)
         if own in INTEGERS:
             yield f"{name}.weights", Stored(STORED[own], (count, inputs * BITS[own] // 32, PANEL, 4))
             blocks, pair = blocks_of(own, name, inputs), (2,) if own in OFFSETS else ()
@@ -124,7 +118,7 @@ def blocks_of(precision: str, name: str, inputs: int) -> int:
     """Number of blocks in a row of a matrix. Raises EngineError when the inputs do not divide into blocks."""
     if inputs % BLOCK:
         raise EngineError(f"{name} has {inputs} inputs, which divide into no blocks of {precision}: rebuild the bundle")
-    return inputs // BLOCK
+    return inputs // GROUPS[BITS[precision]]
 
 
 def read_weights(path: Path, spec: EngineSpec, private: bool = False) -> Weights:
@@ -233,7 +227,8 @@ def check_tensors(file: str, found: Mapping[str, Stored], spec: EngineSpec) -> N
     blocks = sum(name.startswith(f"{ACCEPTANCE}block.") and name.endswith(".weights") for name in found)
     if blocks > MAX_BLOCKS:
         raise EngineError(f"{file}: an acceptance head of {blocks} layers is too deep: rebuild the bundle")
-    wanted = dict(expected_tensors(spec.model, spec.precision, spec.capacity, blocks if headed else None))
+    of_head = blocks if headed else None
+    wanted = dict(expected_tensors(spec.model, spec.precision, spec.matrices, spec.capacity, of_head))
     for name, stored in wanted.items():
         if name not in found:
             raise EngineError(f"{file} lacks the tensor {name!r}: rebuild the bundle")

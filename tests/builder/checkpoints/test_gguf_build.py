@@ -42,6 +42,10 @@ KEPT = [
     (Kind.Q4_0, "native", "int4"),
     (Kind.Q4_0, "onnxruntime", "int4"),
     (Kind.Q4_1, "native", "int4"),
+    (Kind.Q5_0, "native", "int8"),
+    (Kind.Q4_0, "native", "int6"),
+    (Kind.Q5_0, "native", "int5"),
+    (Kind.Q5_1, "native", "int5"),
 ]
 
 
@@ -100,19 +104,20 @@ def test_blocks_that_an_adapter_leaves_alone_are_kept(tmp_path: Path) -> None:
             np.testing.assert_array_equal(after.codes, before.codes)
 
 
-def test_blocks_of_q4_k_keep_their_codes(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("kind", "precision"), [(Kind.Q4_K, "int4"), (Kind.Q5_K, "int5"), (Kind.Q6_K, "int6")])
+def test_super_blocks_keep_their_codes(kind: Kind, precision: str, tmp_path: Path) -> None:
     """A scale is a product of 17 bits, of which fp16 keeps 11: both terms of a weight change by 2^-12 of themselves. To
-    round the weights again would change some of them by half a step, a thirtieth of the block's range."""
+    round the weights again would change some of them by half a step."""
     folder = write_checkpoint(tmp_path / "folder", hidden_size=256, intermediate_size=256, num_attention_heads=8)
-    checkpoint = Checkpoint(write_gguf(folder, tmp_path / "model.gguf", Kind.Q4_K))
-    view = QuantizedCheckpoint(checkpoint, FORMATS["native", "int4"])
+    checkpoint = Checkpoint(write_gguf(folder, tmp_path / "model.gguf", kind))
+    view = QuantizedCheckpoint(checkpoint, FORMATS["native", precision])
     for name in network_of(checkpoint.config).layers[0].tensors():
         exact = checkpoint.tensor(name)
         if exact.ndim == 2:
-            _, scales, offsets = view.quantized(name)
-            assert offsets is not None
-            parts = 15 * np.abs(scales) + np.abs(offsets)
-            assert (np.abs(view.tensor(name) - exact) <= 2**-11 * parts.repeat(32, 1) + 1e-6).all()
+            codes, scales, offsets = view.quantized(name)
+            parts = np.abs(codes).max() * np.abs(scales) + (0 if offsets is None else np.abs(offsets))
+            parts = parts.repeat(codes.shape[1] // scales.shape[1], 1)
+            assert (np.abs(view.tensor(name) - exact) <= 2**-11 * parts + 1e-6).all()
 
 
 CORPUS = [

@@ -188,7 +188,7 @@ def test_a_folder_brings_the_sampling_of_its_authors(folder: Path, bundles: Path
         (Model("missing.gguf"), CheckpointError, "missing.gguf cannot be read"),
         (Model("BUNDLE", precision="int8"), ConfigError, "precision is a choice of the build"),
         (Model("BUNDLE", draft="none"), ConfigError, "leave it out, or give the model's file"),
-        (Model("MODEL", precision="int5"), ConfigError, "precision 'int5' is not available"),
+        (Model("MODEL", precision="int3"), ConfigError, "precision 'int3' is not available"),
         (Model("MODEL", draft="missing.gguf"), CheckpointError, "missing.gguf cannot be read"),
         (Model("BROKEN"), CheckpointError, "is damaged"),
     ],

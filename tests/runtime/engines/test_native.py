@@ -24,7 +24,7 @@ from draftwood.builder.options import BuildOptions
 from draftwood.builder.parity import largest_difference, rows_of
 from draftwood.builder.pipeline import build
 from draftwood.builder.reference import score_rows
-from draftwood.models.bindings import LOW_BIT, output_names
+from draftwood.models.bindings import INTEGERS, LOW_BIT, output_names
 from draftwood.models.head_config import HeadConfig
 from draftwood.plugins.native.packing import PAIR_BLOCK
 from draftwood.runtime import SpeculativeConfig
@@ -114,7 +114,7 @@ def test_every_shape_computes_what_torch_computes(model: str, precision: str, tm
     spec = spec_of(weights, "target", precision, WIDTHS, 256)
     engine = open_native(weights, spec, tmp_path)
     reference = score_rows(weights.tensor, weights.config, rows_of(spec))
-    limits = {"int8": ("int8", 0.1), "int4": ("int4", 0.1), "bf16": ("bf16", 0.03)}
+    limits = {"bf16": ("bf16", 0.03), **{integers: (integers, 0.1) for integers in INTEGERS}}
     rounding, most = limits.get(precision, ("fp32", 1e-5))
     assert largest_difference(engine, reference, rounding) < most
 
@@ -130,7 +130,9 @@ def test_bits_of_a_weight_are_those_of_the_file(precision: str, tmp_path: Path) 
     of_layer = hidden * (2 * model.query_size + 2 * model.kv_size + 2 * inner + last)
     tables = 2 * hidden * model.vocab_size  # the embedding and the projection
     weights = model.num_layers * of_layer + tables
-    expected = {"fp32": 32, "fp16": 16, "bf16": 16, "int8": 8.5, "int4": 5 + 3.5 * tables / weights}[precision]
+    expected = {"fp32": 32, "fp16": 16, "bf16": 16, "int8": 8.5, "int6": 7, "int5": 6}.get(
+        precision, 5 + 3.5 * tables / weights
+    )
     assert bits_of_weight(engine.spec) == pytest.approx(8 * sum(parts) / weights) == pytest.approx(expected)
 
 

@@ -27,7 +27,7 @@ from draftwood.models.errors import BundleError, ConfigError, EngineError
 from draftwood.plugins.native.cache import CACHE
 from draftwood.plugins.native.library import row_bytes
 from draftwood.runtime.bundle.bundle import Manifest
-from draftwood.runtime.bundle.checks import check_manifest
+from draftwood.runtime.bundle.checks import Unsound, check_manifest, check_matrices
 from draftwood.runtime.engines.backends import BACKENDS, NATIVE, cache_precision, slot_bytes
 from draftwood.runtime.engines.base import EngineSpec
 from draftwood.runtime.engines.native import engine as native
@@ -114,7 +114,7 @@ CHANGES: list[tuple[Callable[[Header], object], str]] = [
         lambda h: h["cosine"].update(data_offsets=[at + (1 << 40) for at in h["cosine"]["data_offsets"]]),
         "cut",
     ),
-    (lambda h: h.pop("__metadata__"), "layout None instead of '4'"),
+    (lambda h: h.pop("__metadata__"), "layout None instead of '5'"),
     (lambda h: h.update(__metadata__=[1]), "layout None"),
     (lambda h: h["__metadata__"].update(draftwood_layout="9"), "layout '9'"),
 ]
@@ -298,3 +298,27 @@ def test_mapped_and_private_weights_are_the_same(file: File) -> None:
     for name, tensor in mapped.items():
         np.testing.assert_array_equal(tensor, private[name])
         assert tensor.ctypes.data % 64 == private[name].ctypes.data % 64 == 0
+
+
+WRONG: list[tuple[dict[str, Any], str]] = [
+    ({"matrices": {"head": "int4"}}, "matrix 'head' has the precision 'int4' beside int4"),
+    ({"matrices": {"head": "int3"}}, "matrix 'head' has the precision 'int3'"),
+    ({"matrices": {"head": "bf16"}}, "matrix 'head' has the precision 'bf16'"),
+    ({"matrices": {"layers.0.q_proj": "int8"}}, "no matrix 'layers.0.q_proj'"),
+    ({"matrices": {"layers.99.qkv": "int8"}}, "no matrix 'layers.99.qkv'"),
+    ({"precision": "bf16"}, "native has one for all"),
+    ({"backend": "onnxruntime"}, "onnxruntime has one for all"),
+]
+
+
+@pytest.mark.parametrize(("changes", "named"), WRONG)
+def test_precisions_of_matrices_that_no_build_writes_are_refused(changes: dict[str, Any], named: str) -> None:
+    config = Checkpoint(DEMO / "target").config
+    found = {"head": "int8", "embedding": "int6", "layers.0.qkv": "int5"}
+    spec = EngineSpec("target", "native", "", config, (1,), 64, "int4", output_names("target"), matrices=found)
+    check_matrices("target", spec)
+    with pytest.raises(Unsound, match=named):
+        check_matrices("target", replace(spec, **changes))
+    tied = replace(spec, model=replace(config, tie_embeddings=True))
+    with pytest.raises(Unsound, match="no matrix 'embedding'"):
+        check_matrices("target", tied)
