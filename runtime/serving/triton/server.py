@@ -247,8 +247,10 @@ class TritonServer:
         return os.environ | {"LD_LIBRARY_PATH": libraries, "PATH": path}
 
     def _is_ready(self) -> bool:
+        """Whether every model is loaded and metrics are there: their address opens last."""
         try:
-            with urllib.request.urlopen(f"http://{self.http}/v2/health/ready", timeout=1) as answer:
-                return bool(answer.status == 200)
-        except (urllib.error.URLError, OSError):
+            for address in (f"http://{self.http}/v2/health/ready", self.metrics):
+                urllib.request.urlopen(address, timeout=1).close()
+        except OSError:
             return False
+        return True
