@@ -8,6 +8,7 @@ import gc
 import itertools
 import traceback
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
@@ -123,13 +124,25 @@ def arrivals(draw: st.DrawFn) -> Arrival:
     return Arrival(prompt, params, how, draw(st.integers(0, 25)), (kind, draw(st.integers(0, 4))))
 
 
+def asked(arrival: Arrival) -> SamplingParams:
+    return replace(arrival.params, logits_processors=(fails_soon,)) if arrival.end[0] == "failure" else arrival.params
+
+
+def alone_with(llm: LLM, arrival: Arrival) -> list[StreamChunk]:
+    """The chunks without company. A processor that fails on a proposed path shortens the proposal, here as there."""
+    chunks: list[StreamChunk] = []
+    with suppress(ZeroDivisionError):
+        for chunk in llm.stream(arrival.prompt, asked(arrival), speculative=arrival.how):
+            chunks.append(chunk)
+    return chunks
+
+
 async def served_to(served: AsyncLLM, arrival: Arrival, timetable: Timetable) -> list[StreamChunk]:
     """The chunks until the request's end, whatever ended it."""
     await timetable.reach(arrival.passes)
     kind, patience = arrival.end
-    params = replace(arrival.params, logits_processors=(fails_soon,)) if kind == "failure" else arrival.params
     deadline = 1 + 2 * patience if kind == "deadline" else None
-    stream = served.generate(arrival.prompt, params, speculative=arrival.how, deadline_s=deadline)
+    stream = served.generate(arrival.prompt, asked(arrival), speculative=arrival.how, deadline_s=deadline)
     chunks: list[StreamChunk] = []
     if kind == "abort" and not patience:
         served.abort(stream.request_id)
@@ -156,7 +169,7 @@ def test_every_text_is_the_one_it_is_alone(pair: Pair, mix: list[Arrival], max_r
 
     found = run(together, pair.served, max_running=max_running, prefix_cache_slots=slots)
     for arrival, chunks in zip(mix, found, strict=True):
-        alone = list(pair.alone.stream(arrival.prompt, arrival.params, speculative=arrival.how))
+        alone = alone_with(pair.alone, arrival)
         (text, tokens), (expected, all_tokens) = (
             ("".join(chunk.text for chunk in each), tokens_of(each)) for each in (chunks, alone)
         )
