@@ -48,11 +48,12 @@ class Passes(NamedTuple):
     further: tuple[float, ...] = ()  # of a draft: seconds of passes that follow another one of its passes
 
 
-def thinned_out(widths: Sequence[int]) -> tuple[int, ...]:
-    """The narrowest and the widest one, and between them each that is four times the one before, or more."""
+def thinned_out(widths: Sequence[int], step: float, every: int = 1) -> tuple[int, ...]:
+    """Those up to `every`, the narrowest and the widest one, and between them each that is `step` times the one before,
+    or more."""
     found = [widths[0]]
     for width in widths[1:]:
-        if width >= 4 * found[-1] or width == widths[-1]:
+        if width <= every or width >= step * found[-1] or width == widths[-1]:
             found.append(width)
     return tuple(found)
 
@@ -61,10 +62,12 @@ def interpolated(
     widths: Sequence[int], measured: Sequence[int], seconds: Sequence[float], before: Sequence[Sequence[float]]
 ) -> tuple[float, ...]:
     """Seconds of passes of all widths after a context, where only some widths were measured. before: seconds of all
-    widths after each shorter context. Each measured time is a multiple of that after the shortest context; the
-    multiples of the other widths are interpolated."""
+    widths after each shorter context, if any. Then each measured time is a multiple of that after the shortest context,
+    and the multiples of the other widths are interpolated; else the times are."""
     if len(measured) == len(widths):
         return tuple(seconds)
+    if not before:
+        return smoothed(widths, np.interp(widths, measured, seconds).tolist())
     first = dict(zip(widths, before[0], strict=True))
     multiples = [each / first[width] for width, each in zip(measured, seconds, strict=True)]
     return smoothed(widths, (np.asarray(before[0]) * np.interp(widths, measured, multiples)).tolist())
@@ -77,9 +80,10 @@ def measure_after(
     repeats: int,
     advance: Callable[[], None],
     share: float = math.inf,
+    stopped: Callable[[], bool] = lambda: False,
 ) -> dict[str, Passes]:
     """Measure each engine's passes of these widths after `context` committed rows. share: seconds after which a width
-    has been measured for long enough."""
+    has been measured for long enough. stopped: whether once is enough for each."""
     caches = {role: filled_cache(engine, context) for role, engine in pair.engines.items()}
     times: dict[str, dict[int, list[float]]] = {
         role: {width: [] for width in widths if width in engine.spec.widths} for role, engine in pair.engines.items()
@@ -91,7 +95,7 @@ def measure_after(
     spent = dict.fromkeys(widths, 0.0)
     for repeat in range(repeats + 1):
         for width in widths:
-            if spent[width] <= share:
+            if spent[width] <= share and not (repeat and stopped()):
                 start = perf_counter()
                 plain = time_pass(target, caches[TARGET], narrowest)
                 if width == narrowest:

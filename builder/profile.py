@@ -25,7 +25,10 @@ from .progress import Begin, Step
 CONTEXTS = (64, 512, 1536)  # and the longest one of a bundle for longer texts
 LONGEST = 8192  # of the contexts that are measured unasked: its cache must fit beside the weights
 REPEATS = 9
-BRIEF_SECONDS = 2.0  # of a build, for the passes after one context, and for the rounds that tell the host's time
+# For the passes after one context, and for the rounds that tell the host's time: of `draftwood profile`, and of a
+# build.
+SECONDS, BRIEF_SECONDS = 5.5, 2.0
+EVERY, STEP, FAR_STEP = 8, 1.25, 4.0  # see `thinned_out`: after the shortest context, and after the others
 TEMPERATURES = (0.0, 1.0)
 TOKENS = (3, 15)  # of proposals whose rounds give the host's time per round and per token
 TURNS, ROUNDS = 5, 12  # of each kind of rounds
@@ -53,11 +56,12 @@ def measure(
     contexts: Sequence[int] = (),
     repeats: int = REPEATS,
     seconds: float = math.inf,
+    stopped: Callable[[], bool] = lambda: False,
 ) -> CostModel:
-    """Measure every width of both engines after each context that fits. begin: called for every step. contexts: those
-    of `contexts_of` if none are named. seconds: to measure briefly, about so long after one context, of which every
-    width has an equal share, and so long for the time of the host. A few widths are then enough after all contexts but
-    the first.
+    """Measure the passes of both engines after each context that fits: many widths after the shortest one, then a few;
+    the others lie between them. begin: called for every step. contexts: those of `contexts_of` if none are named.
+    seconds: for one context, of which every width has an equal share, and for the time of the host. stopped: whether
+    what has been measured so far shall do.
 
     Raises ConfigError if no context fits.
     """
@@ -72,25 +76,30 @@ def measure(
     medians: dict[str, list[tuple[float, ...]]] = {role: [] for role in pair.engines}
     further: list[tuple[float, ...]] = []
     spreads: list[float] = []
-    widths = sorted({width for engine in pair.engines.values() for width in engine.spec.widths})
-    few = sorted({width for engine in pair.engines.values() for width in thinned_out(engine.spec.widths)})
     for context in fitting:
-        asked = few if context > fitting[0] and math.isfinite(seconds) else widths
+        if spreads and stopped():
+            break
+        step, least = (STEP, EVERY) if context == fitting[0] else (FAR_STEP, 1)
+        asked = sorted(
+            {width for engine in pair.engines.values() for width in thinned_out(engine.spec.widths, step, least)}
+        )
         advance = begin(Step(f"Passes after {context} tokens", len(asked) * repeats))
-        found = measure_after(pair, context, asked, repeats, advance, seconds / len(widths))
+        found = measure_after(pair, context, asked, repeats, advance, seconds / len(asked), stopped)
         for role, passes in found.items():
             every, measured = pair.engines[role].spec.widths, passes.widths
             medians[role].append(interpolated(every, measured, passes.seconds, medians[role]))
             if role == DRAFT:
                 further.append(interpolated(every, measured, passes.further, further))
             spreads += passes.spreads
-    turns, rounds = (TURNS, ROUNDS) if math.isinf(seconds) else (BRIEF_TURNS, BRIEF_ROUNDS)
+    turns, rounds = (TURNS, ROUNDS) if seconds >= SECONDS else (BRIEF_TURNS, BRIEF_ROUNDS)
     advance = begin(Step("Time outside the engines", units(turns)))
-    greedy, sampled = measure_host(pair, turns, rounds, advance, seconds)
+    greedy, sampled = measure_host(pair, turns, rounds, advance, 0.0 if stopped() else seconds)
     costs = {}
     for role, engine in pair.engines.items():
         backend = describe_backend(engine.spec.backend)
-        costs[role] = PassCosts(engine.spec.widths, fitting, tuple(medians[role]), backend.pads, not backend.panels)
+        costs[role] = PassCosts(
+            engine.spec.widths, fitting[: len(medians[role])], tuple(medians[role]), backend.pads, not backend.panels
+        )
     draft = costs.get(DRAFT)
     again = None if draft is None else replace(draft, seconds=tuple(further))
     return CostModel(costs[TARGET], draft, greedy, sampled, pair.machine, median(spreads), further=again)

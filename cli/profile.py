@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, closing, nullcontext
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 from ..builder.pass_times import Pair
-from ..builder.profile import CONTEXTS, LONGEST, measure
+from ..builder.profile import CONTEXTS, LONGEST, SECONDS, contexts_of, measure
 from ..builder.progress import Begin, Step
 from ..models.bindings import DRAFT, TARGET
 from ..models.config import LlamaConfig
@@ -51,6 +51,8 @@ def add_parser(commands: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     bundle = EngineBundle.open(bundle_for(args))
     console = Console(stderr=args.json, quiet=args.quiet)
+    steps = 1 + len(args.contexts or contexts_of(bundle.manifest.max_length))
+    say(console, f"This takes about {SECONDS * steps:.0f} seconds. Ctrl+C ends it early, and keeps what was measured.")
     costs = profile(bundle, args.threads, args.draft_threads, args.provider, args.contexts, console)
     if args.json:
         print(json.dumps(asdict(costs)))
@@ -66,21 +68,23 @@ def profile(
     provider: str,
     contexts: tuple[int, ...],
     console: Console,
-    seconds: float = math.inf,
+    seconds: float = SECONDS,
 ) -> CostModel:
-    """Measure and store the costs of a bundle. seconds: see `measure`. Raises EngineError, ConfigError or
-    BundleError."""
+    """Measure and store the costs of a bundle. seconds: see `measure`. A first interrupt ends the measurement, and
+    keeps it. Raises EngineError, ConfigError or BundleError."""
     check_writable(bundle.folder)
     with (
         closing(bundle.open_engine(TARGET, threads, provider)) as target,
         bundle_draft(bundle, threads, draft_threads, provider) as draft,
         progress(console) as begin,
+        interruptible() as stopped,
     ):
         machine = fingerprint(bundle.manifest, provider, threads, draft_threads)
         engines = {TARGET: target} if draft is None else {TARGET: target, DRAFT: draft}
         pair = Pair(engines, bundle.manifest.max_length, machine)
-        costs = measure(pair, begin, contexts, seconds=seconds)
-        costs = replace(costs, compared=beside_rival(target.spec, threads, begin, console))
+        costs = measure(pair, begin, contexts, seconds=seconds, stopped=stopped)
+        if not stopped():
+            costs = replace(costs, compared=beside_rival(target.spec, threads, begin, console))
     write_costs(costs, bundle.folder)
     if costs.spread is not None and costs.spread > BUSY:
         say(
@@ -91,6 +95,22 @@ def profile(
     elif costs.compared is not None and costs.compared.is_slower:
         say(console, advice(costs.compared))
     return costs
+
+
+@contextmanager
+def interruptible() -> Iterator[Callable[[], bool]]:
+    """A function that says whether the user has interrupted the program; a second interrupt ends it."""
+    asked: list[bool] = []
+
+    def note(number: int, frame: object) -> None:
+        asked.append(True)
+        signal.signal(signal.SIGINT, before)
+
+    before = signal.signal(signal.SIGINT, note)
+    try:
+        yield lambda: bool(asked)
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def advice(compared: Comparison) -> str:

@@ -23,6 +23,7 @@ from draftwood.runtime.speculation.planning.history import History
 
 TRACE = Path(__file__).with_name("smollm2_trace.json")
 DRAWN_TRACE = Path(__file__).with_name("smollm2_trace_drawn.json")  # at temperature 0.7
+USUAL_TRACE = Path(__file__).with_name("qwen_trace.json")  # of a target and its smaller sister, eight kinds of text
 CHAINS = (1, 2, 3, 4)
 # Seconds of processor time: of a new plan, and of a round of a request that may draft but does not, beyond that of a
 # request without a draft.
@@ -44,6 +45,13 @@ class Machine(NamedTuple):
         return self.phases[int(time / self.seconds) % len(self.phases)]
 
 
+class Passes(NamedTuple):
+    """The draft's passes of a round: rows of each, and the seconds of all."""
+
+    rows: list[int]
+    seconds: float
+
+
 class Planner(Protocol):
     """What decides about proposals. seconds: that planning has taken on the host."""
 
@@ -55,8 +63,8 @@ class Planner(Protocol):
 
     def plan(self, context: int, left: int, unread: int) -> RoundPlan: ...
 
-    def observe(self, plan: RoundPlan, found: Verified, rows: int, seconds: float) -> None:
-        """What a round has shown, and what its target pass of so many rows took."""
+    def observe(self, plan: RoundPlan, found: Verified, rows: int, seconds: float, drafted: Passes) -> None:
+        """What a round has shown, and what its target pass of so many rows took, and the draft's."""
         ...
 
 
@@ -75,7 +83,7 @@ class FixedChain:
         depth = min(self._length, left)
         return PLAIN._replace(depth=depth, size=depth, chain=True) if depth else PLAIN
 
-    def observe(self, plan: RoundPlan, found: Verified, rows: int, seconds: float) -> None:
+    def observe(self, plan: RoundPlan, found: Verified, rows: int, seconds: float, drafted: Passes) -> None:
         pass
 
 
@@ -98,9 +106,10 @@ class ByCost:
         self.seconds += PLAN
         return self._controller.plan(context, left, 1, unread)
 
-    def observe(self, plan: RoundPlan, found: Verified, rows: int, seconds: float) -> None:
+    def observe(self, plan: RoundPlan, found: Verified, rows: int, seconds: float, drafted: Passes) -> None:
         self._controller.observe_pass(rows, seconds)
         if plan.depth:
+            self._controller.observe_draft(*drafted)
             self._controller.observe(plan, found.rows, found.choices)
 
 
@@ -134,12 +143,13 @@ def run_round(
     host = costs.greedy if isinstance(place, Place) else costs.sampled
     size = min(plan.size, LIMITS.frontier_width) if plan.depth == 1 else plan.size
     seconds = float(costs.target.at(1 + size, context))
-    found = place.verify(plan.depth, plan.size, plan.chain) if plan.depth else Verified([], [])
-    planner.observe(plan, found, 1 + size, seconds)
     if not plan.depth:
-        return seconds + host.plain, found
-    rows = 1 if plan.chain else min(LIMITS.frontier_width, plan.size)
-    draft = costs.draft.at(unread, context) + (plan.depth - 1) * costs.following.at(rows, context)
+        planner.observe(plan, Verified([], []), 1, seconds, Passes([], 0.0))
+        return seconds + host.plain, Verified([], [])
+    found = place.verify(plan.depth, plan.size, plan.chain)
+    rows = [unread] + [1 if plan.chain else min(LIMITS.frontier_width, plan.size)] * (plan.depth - 1)
+    draft = costs.draft.at(unread, context) + sum(costs.following.at(each, context) for each in rows[1:])
+    planner.observe(plan, found, 1 + size, seconds, Passes(rows, draft))
     return seconds + draft + host.round + host.token * size, found
 
 

@@ -1,7 +1,8 @@
 """What a real draft proposed before every token of real texts, and how much of it the target accepted.
 
 `smollm2_trace.json` was recorded at temperature 0, `smollm2_trace_drawn.json` at 0.7 (SmolLM2-135M-Instruct with the
-demo's draft, 96 tokens a text, November 2026). At temperature 0 the text does not depend on the proposals. So the
+demo's draft, 96 tokens a text, November 2026), and `qwen_trace.json` at 0 (Qwen2.5-Coder-1.5B with the 0.5B model in
+int4 and 32,768 tokens, 64 tokens a text). At temperature 0 the text does not depend on the proposals. So the
 draft's greatest tree before each token, and the tokens that followed, say how many tokens of any smaller proposal would
 have been accepted: `replay.py` needs no engine.
 

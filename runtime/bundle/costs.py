@@ -34,8 +34,8 @@ from ..engines.backends import (
 from ..engines.base import EngineSpec
 from ..engines.gpus import find_driver
 from ..engines.limits import cores
-from ..speculation.planning.cost import CostModel, assumed
-from ..speculation.planning.gpu import PassSizes, gpu_named, predicted
+from ..speculation.planning.cost import CostModel
+from ..speculation.planning.predicted import PassSizes, gpu_named, predicted, processor
 from .bundle import COSTS, EngineBundle, Manifest
 from .staging import advice
 
@@ -108,9 +108,9 @@ def gpu_name() -> str:
 
 def assumed_costs(target: EngineSpec, draft: EngineSpec | None, provider: str = CPU) -> CostModel:
     """Costs where nothing was measured: a GPU's for engines that run on one, else a small server's."""
-    if target.backend not in COMPILED and provider == CPU:
-        return assumed(target.model, None if draft is None else draft.model)
-    return predicted(gpu_named(gpu_name()), pass_sizes(target), None if draft is None else pass_sizes(draft))
+    on_cpu = target.backend not in COMPILED and provider == CPU
+    device = processor(cores()) if on_cpu else gpu_named(gpu_name())
+    return predicted(device, pass_sizes(target), None if draft is None else pass_sizes(draft))
 
 
 def pass_sizes(spec: EngineSpec) -> PassSizes:

@@ -88,9 +88,15 @@ class RequestState:
             self.controller.observe(plan, acceptance.rows, choices_of(tree, acceptance.rows))
 
     def time_pass(self, rows: int) -> None:
-        """Tell the controller how long the target took for its last pass, which had so many rows."""
-        if self.controller is not None:
-            self.controller.observe_pass(rows, self.scoring.latest)
+        """Tell the controller how long the target took for its last pass, which had so many rows, and the draft for
+        those before it."""
+        if self.controller is None:
+            return
+        self.controller.observe_pass(rows, self.scoring.latest)
+        if self.proposer is not None:
+            drafted, seconds = self.proposer.latest_round()
+            if drafted:
+                self.controller.observe_draft(drafted, seconds)
 
     def cut(self, token_ids: Sequence[int]) -> tuple[int, str | None]:
         """How many of a round's tokens the text keeps, and the finish reason if it ends there. A text may end inside an

@@ -39,6 +39,8 @@ class DraftProposer:
         self.passes = 0
         self.rows = 0
         self.scoring = Stopwatch()
+        self._round: list[int] = []  # rows of each pass of the latest round
+        self._before = 0.0  # seconds before that round
 
     @property
     def pending(self) -> list[int]:
@@ -60,6 +62,11 @@ class DraftProposer:
         """How many of `length` committed tokens the draft has in its cache or reads: all. Of more than its context only
         the last ones, which fill half of it: then it does not have to begin anew soon."""
         return length if self.context is None or length <= self.context else self.context // 2
+
+    def latest_round(self) -> tuple[list[int], float]:
+        """Rows of each pass of the latest round, and their seconds; empty where it also read much text. Once each."""
+        rows, self._round = self._round, []
+        return rows, self.scoring.seconds - self._before
 
     def follow(self, outcome: RoundOutcome) -> None:
         """Count a round that an engine ran as a whole. Padding rows of the draft's passes count, too."""
@@ -87,7 +94,7 @@ class DraftProposer:
         if self.outgrown:
             self._first = len(self._text) - self.num_unread
             self.cache.truncate(0)
-        pending = self.pending
+        pending, self._before = self.pending, self.scoring.seconds
         self.passes += 1
         self.rows += len(pending)
         settings = None if ranking_only else sampler.drawn
@@ -99,6 +106,7 @@ class DraftProposer:
             output = yield Pass(self._engine, batch, self.cache)
             self.cache.commit(range(batch.num_tokens))
         self._slots, self._visible = {}, []
+        self._round = [] if read else [len(pending)]
         nodes, own, stops = [ROOT], self._vocabulary.sampler(sampler), not isinstance(stopper, Fixed)
         while True:
             note_acceptance(graph, nodes, output)
@@ -136,6 +144,8 @@ class DraftProposer:
         first, count = self.cache.speculative, len(nodes)
         self.passes += 1
         self.rows += count
+        if self._round:
+            self._round.append(count)
         for slot, node in enumerate(nodes, start=first):
             parent = graph.parents[node]
             above = b"" if parent == ROOT else self._visible[self._slots[parent]]

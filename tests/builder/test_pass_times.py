@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cached_property
@@ -16,7 +17,17 @@ from fakes import FakeEngine, random_model
 from steps import counted, quiet
 
 from draftwood.builder.pass_times import Pair, filled_cache, interpolated, measure_after, smoothed, spread, thinned_out
-from draftwood.builder.profile import CONTEXTS, ROUNDS, TURNS, brief_contexts, measure, measure_host
+from draftwood.builder.profile import (
+    CONTEXTS,
+    EVERY,
+    FAR_STEP,
+    ROUNDS,
+    STEP,
+    TURNS,
+    brief_contexts,
+    measure,
+    measure_host,
+)
 from draftwood.models.bindings import DRAFT, ROLES, TARGET
 from draftwood.models.errors import ConfigError, EngineError
 from draftwood.runtime.bundle.bundle import EngineBundle
@@ -118,15 +129,35 @@ def test_behind_further_contexts_a_build_measures_few_widths(timed: Any) -> None
     assert costs.draft is not None and costs.further is not None
     for role, costs_of in ((TARGET, costs.target), (DRAFT, costs.draft), (DRAFT, costs.further)):
         widths = given.engines[role].spec.widths
-        assert costs_of.widths == widths and seen[role, 8] == set(widths) > seen[role, 100] == set(thinned_out(widths))
+        assert costs_of.widths == widths and set(widths) >= seen[role, 8] == set(thinned_out(widths, STEP, EVERY))
+        assert seen[role, 8] > seen[role, 100] == set(thinned_out(widths, FAR_STEP))
+        assert costs_of.seconds[0] == pytest.approx([1 + 0.108 * width for width in widths], rel=0.01)
         assert costs_of.seconds[1] == pytest.approx([1 + 0.2 * width for width in widths], rel=0.05)
-    measure(given, quiet, (8, 101), 2)
-    assert seen[TARGET, 101] == seen[TARGET, 8]
+
+
+@pytest.mark.parametrize(("begun", "contexts", "repeated"), [(1, (8,), 1), (2, (8, 50), 3)])
+def test_a_measurement_that_is_stopped_keeps_what_it_has(
+    timed: Any, begun: int, contexts: tuple[int, ...], repeated: int
+) -> None:
+    """During the first context or the second one: every width is measured once, and no further context."""
+    given, seen = pair(roles=(TARGET,)), Counter[tuple[int, int]]()
+
+    def seconds(role: str, before: int, rows: int) -> float:
+        seen[before, rows] += 1
+        return 0.01 * rows
+
+    timed(seconds)
+    costs = measure(given, quiet, (8, 50, 90), 2, stopped=lambda: len({before for before, _ in seen}) >= begun)
+    assert costs.target.contexts == contexts and costs.greedy.round >= costs.greedy.plain > 0
+    most = [max(n for (at, rows), n in seen.items() if at == before and rows > 1) for before in contexts]
+    assert most == [repeated, 1][: len(contexts)]
 
 
 def test_some_widths_stand_for_all() -> None:
-    assert thinned_out((1, 2, 3, 4, 5, 8, 16, 24, 64)) == (1, 4, 16, 64) and thinned_out((3,)) == (3,)
-    assert thinned_out((1, 3, 5, 19, 21)) == (1, 5, 21) and thinned_out((1, 2)) == (1, 2)
+    assert thinned_out((1, 2, 3, 4, 5, 8, 16, 24, 64), 4) == (1, 4, 16, 64) and thinned_out((3,), 4) == (3,)
+    assert thinned_out((1, 3, 5, 19, 21), 4) == (1, 5, 21) and thinned_out((1, 2), 4) == (1, 2)
+    assert thinned_out(range(1, 17), 1.5, 4) == (1, 2, 3, 4, 6, 9, 14, 16)
+    assert interpolated((1, 2, 3), (1, 3), (6.0, 20.0), []) == (6.5, 13.0, 20.0)
     assert interpolated((1, 2, 3), (1, 3), (6.0, 20.0), [(3.0, 4.0, 5.0), (0.0,) * 3]) == (6.0, 12.0, 20.0)
     assert interpolated((1, 2), (1, 2), [3.0, 4.0], [(1.0, 1.0)]) == (3.0, 4.0)
 

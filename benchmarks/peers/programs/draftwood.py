@@ -22,14 +22,13 @@ from draftwood import builder, models, plugins
 from draftwood.models.bindings import DRAFT, TARGET
 from draftwood.runtime import LLM, AsyncLLM, StreamChunk
 from draftwood.runtime.bundle.bundle import EngineBundle
-from draftwood.runtime.bundle.costs import read_costs
+from draftwood.runtime.bundle.costs import assumed_costs, read_costs
 from draftwood.runtime.decoding.decoder import SpeculativeDecoder
 from draftwood.runtime.decoding.stats import SpecDecodeStats
 from draftwood.runtime.sampling.params import SamplingParams
 from draftwood.runtime.sampling.random import seeded_streams
 from draftwood.runtime.sampling.sampler import Sampler
 from draftwood.runtime.speculation.named import parse
-from draftwood.runtime.speculation.planning.cost import assumed
 
 TREES = ("topk:7", "topk:11", "topk:15")  # passes of 8, 12 and 16 rows
 BUILDING_PACKAGES = (builder, models, plugins)
@@ -44,7 +43,7 @@ class Draftwood:
         run_draftwood("profile", output, "--threads", options.threads)
         self._bundle = EngineBundle.open(output)
         self._engines = (self._bundle.open_engine(TARGET, options.threads), self._bundle.open_draft(options.threads))
-        self._costs = read_costs(output) or assumed(*(engine.spec.model for engine in self._engines))
+        self._costs = read_costs(output) or assumed_costs(self._engines[0].spec, self._engines[1].spec)
         self._decoders: dict[str, SpeculativeDecoder] = {}
         self._threads = options.threads
         self._llm: LLM | None = None

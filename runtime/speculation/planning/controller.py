@@ -30,6 +30,7 @@ from .history import History
 from .lookups import LONGEST, LookupEstimate, Match, best_lookup
 from .prices import CONTEXT_STEP, PLAIN, Candidates, costs_at, prices_of, stored_seconds, table_of
 
+LOST = 0.5  # plain tokens that wrong proposals may lose before a plan no longer holds
 PROBE_LOSS = 0.01  # share of plain decoding's time that probes (rounds that test speculation again) may cost
 SHARED_PROBE_LOSS = 0.004  # the same when requests share passes: they learn from each other's probes
 SHARED_SPEED_UP = 1.1  # least expected speed-up of a proposal when requests share passes
@@ -93,6 +94,7 @@ class Controller:
         # The plan holds while batch_size and remaining tokens are within these, and this is the state of the budget.
         self._batch_sizes, self._room, self._changes = (0, 0), (0, 0), 0
         self._patience = 0.0  # plain rounds before a probe
+        self._lost = 0.0  # what proposals of the last plan have cost beyond their tokens, in plain tokens
         self._plan = RoundPlan(0, 0, 1.0, 0.0, 1.0, probe=False)
         self._costs, self._shapes, self._greedy = costs, shapes, greedy
         self._history = History() if history is None else history
@@ -118,6 +120,7 @@ class Controller:
         limit the depth. batch_size: number of requests whose passes run together; the more there are, the more a row
         costs. unread: committed tokens that the draft would have to read first."""
         before, self._plan = self._plan, self._new_plan(context, remaining, batch_size, unread)
+        self._lost = 0.0
         first, longest = HELD_PLAIN if not self._plan.depth else HELD_ALONE if batch_size == 1 else HELD_SHARED
         again = self._hold and self._plan.limits == before.limits
         self._hold = 0 if self._plan.probe else min(2 * self._hold + 1, longest) if again else first
@@ -131,8 +134,8 @@ class Controller:
     def held(self, remaining: int, batch_size: int) -> RoundPlan | None:
         """The last plan, if it holds for this round as well: a round must not pay for a new plan each time. It holds
         while nearly as many requests share the passes, there is no more room than there was and enough for its
-        proposal, no other proposals were chosen for all together, and no probe is due."""
-        if not self._held or self._changes != self._budget.changes:
+        proposal, no other proposals were chosen for all together, its own have not lost much, and no probe is due."""
+        if not self._held or self._changes != self._budget.changes or self._lost > LOST:
             return None
         (fewest, most), (least, longest), history = self._batch_sizes, self._room, self._history
         if not (fewest <= batch_size <= most and least <= remaining <= longest):
@@ -229,12 +232,22 @@ class Controller:
         of the tree. choices: the verifier's choices along these rows."""
         self._estimates[plan.chosen].observe(None if plan.chain else plan.size, plan.depth, accepted, choices)
         self._history.untried_rounds += 1
+        self._lost += plan.tokens / plan.speed_up - 1 - len(accepted)
 
     def observe_pass(self, rows: int, seconds: float) -> None:
         """Learn what the target's pass over the root and the proposal took, where a clock may decide about plans."""
         drift = self._history.drift
         if drift is not None and rows <= len(self._stored):
             drift.observe(rows, self._stored[rows - 1], seconds)
+
+    def observe_draft(self, rows: Sequence[int], seconds: float) -> None:
+        """Learn what a round's passes of the draft took, of so many rows each, where a clock may decide about plans."""
+        drift, draft, following = self._history.drift, self._costs.draft, self._costs.following
+        if drift is None or not self._stored or draft is None or following is None:
+            return
+        first, *others = rows
+        stored = draft.at(first, self._at.read) + sum(following.at(each, self._at.read) for each in others)
+        drift.observe_draft(stored, seconds)
 
     def _pays(self, plan: RoundPlan, remaining: int, reading_time: float, batch_size: int) -> bool:
         """Whether `plan` is expected to be faster than plain decoding. When requests share passes, the difference must

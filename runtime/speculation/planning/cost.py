@@ -12,17 +12,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ....models.config import LlamaConfig
-from ....models.layers import num_parameters
 from ...engines.comparison import Comparison
 
 MAX_SECONDS, MAX_TOKENS = 3600.0, 1 << 24  # greatest seconds of a pass, and greatest number of rows or context tokens
 # The time outside the engines of each request that shares passes, over that of a request alone: an event loop takes
 # turns with the decoding thread. Measured with 4 texts on two cores of a Zen 4.
 SHARED_HOST = 2.0
-BYTES_PER_SECOND = 40e9  # assumed memory bandwidth of a machine that was not measured: a small server's
-ROW_SHARE = 0.06  # assumed cost of each further row there, as a share of the first row's
-ASSUMED_ROWS = (1, 2, 4, 8, 16, 32, 64)
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,15 +146,3 @@ class CostModel:
     def following(self) -> PassCosts | None:
         """Draft passes that follow another one of the draft, as far as is known."""
         return self.draft if self.further is None else self.further
-
-
-def assumed(target: LlamaConfig, draft: LlamaConfig | None) -> CostModel:
-    """Costs without a measurement: every pass reads all weights once at a usual memory bandwidth, and each further row
-    adds a little."""
-
-    def passes(model: LlamaConfig) -> PassCosts:
-        once = 4 * num_parameters(model) / BYTES_PER_SECOND + 1e-4
-        return PassCosts(ASSUMED_ROWS, (0,), (tuple(once * (1 + ROW_SHARE * (rows - 1)) for rows in ASSUMED_ROWS),))
-
-    own = None if draft is None else passes(draft)
-    return CostModel(passes(target), own, HostCosts(5e-5, 1e-4, 1e-5), HostCosts(8e-5, 1.5e-4, 4e-5), {})

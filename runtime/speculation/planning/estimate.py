@@ -30,7 +30,7 @@ from ..graph.token_tree import TokenTree
 
 MEMORY = 0.96  # factor on the weight of a request's earlier rounds after each round: about 25 rounds count
 LONG_MEMORY = 0.998  # the same of all requests together: about 500 rounds
-FIRST_GUESS = 0.5  # α before the first observation
+FIRST_GUESS = 0.6  # α before the first observation
 SAVED_GUESS = 0.3  # ρ before the first observation
 PRIOR = 4.0  # weight of the prior, in observations
 OWN_PRIOR = 10.0  # the same of what all requests together have shown

@@ -14,7 +14,7 @@ from draftwood.runtime.sampling.random import seeded_streams
 from draftwood.runtime.sampling.sampler import Sampler
 from draftwood.runtime.speculation.config import Rules
 from draftwood.runtime.speculation.planning.controller import RoundPlan
-from draftwood.runtime.speculation.planning.gpu import GPUS, PassSizes, predicted
+from draftwood.runtime.speculation.planning.predicted import GPUS, PassSizes, predicted
 
 COSTS = predicted(GPUS[0], PassSizes(8e9, 16e9, 131072), PassSizes(1.2e9, 2.5e9, 32768))
 VOCABULARY, PROMPT = 24, (0, 1)

@@ -45,7 +45,7 @@ def test_one_round_teaches_every_smaller_budget() -> None:
     """Row 4 at depth 2 is beyond a budget of 3, which would have got one token."""
     controller = Controller(table(), TREES, greedy=True)
     for _ in range(300):
-        controller.observe(RoundPlan(3, 7, 0.0, 0.0, 0.0, False), [1, 4], [])
+        controller.observe(RoundPlan(3, 7, 1.0, 0.0, 1.0, False), [1, 4], [])
     (expected,) = (estimate.expected_accepted() for estimate in controller._estimates)
     assert expected[1, 2] == pytest.approx(1.0, abs=0.2)  # three tokens
     assert expected[2, 2] == pytest.approx(2.0, abs=0.3)  # seven
@@ -58,7 +58,7 @@ def test_tokens_of_a_lookup_come_on_top_of_a_budget() -> None:
     controller = Controller(table(1.0, 0.1), looked_up, greedy=True)
     for _ in range(300):
         controller.observe(
-            RoundPlan(12, 12, 0.0, 0.0, 0.0, False, chain=True), list(range(5, 17)), [VerifierChoice(0, 1)] * 12
+            RoundPlan(12, 12, 1.0, 0.0, 1.0, False, chain=True), list(range(5, 17)), [VerifierChoice(0, 1)] * 12
         )
     assert controller._estimates[0].expected_accepted()[0, -1] == pytest.approx(12, abs=1)
 
@@ -251,7 +251,7 @@ def test_only_the_settings_that_leave_it_open_choose_tokens_above_temperature_0(
 def test_a_plan_of_chosen_tokens_is_verified_by_matching() -> None:
     """Within the configuration's frontier; a chain of them has one child a node."""
     config = SpeculativeConfig(frontier_width=3)
-    tree = RoundPlan(4, 7, 0.0, 0.0, 0.0, probe=False, chosen=True)
+    tree = RoundPlan(4, 7, 1.0, 0.0, 1.0, probe=False, chosen=True)
     for plan, width in ((tree, 3), (tree._replace(size=4, chain=True), 1)):
         limited = config.within(*plan.limits)
         assert (limited.grow, limited.frontier_width, limited.max_draft_len) == ("topk", width, 4)

@@ -20,9 +20,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from draftwood.models.bindings import ROLES
-from draftwood.models.config import LlamaConfig
 from draftwood.models.errors import BundleError
-from draftwood.models.layers import num_parameters
 from draftwood.runtime.bundle.bundle import COSTS, Manifest
 from draftwood.runtime.bundle.costs import (
     assumed_costs,
@@ -34,8 +32,16 @@ from draftwood.runtime.bundle.costs import (
 )
 from draftwood.runtime.bundle.digests import FileRecord
 from draftwood.runtime.engines.gpus import Driver, Gpu
-from draftwood.runtime.speculation.planning.cost import CostModel, HostCosts, PassCosts, assumed
-from draftwood.runtime.speculation.planning.gpu import UNKNOWN, PassSizes, gpu_named, pass_seconds, predicted
+from draftwood.runtime.engines.limits import cores
+from draftwood.runtime.speculation.planning.cost import CostModel, HostCosts, PassCosts
+from draftwood.runtime.speculation.planning.predicted import (
+    UNKNOWN_GPU,
+    PassSizes,
+    gpu_named,
+    pass_seconds,
+    predicted,
+    processor,
+)
 
 MEASURED = PassCosts((1, 4, 8), (100, 300), ((1.0, 2.0, 3.0), (3.0, 6.0, 9.0)))
 
@@ -268,37 +274,25 @@ def test_requests_that_share_passes_take_more_time_of_the_host() -> None:
     """A loop runs beside them. Chosen tokens are made as at temperature 0, and verified as plain rounds are drawn."""
     greedy, sampled = HostCosts(1.0, 2.0, 0.1), HostCosts(1.5, 3.0, 0.2)
     assert greedy.shared == HostCosts(2.0, 4.0, 0.2)
-    costs = replace(assumed(LlamaConfig(512, 64, 128, 2, 2, 1, 32, 256, 1e-5, 1e4), None), greedy=greedy)
+    costs = replace(table(), greedy=greedy)
     assert replace(costs, sampled=sampled).chosen == HostCosts(1.5, 2.5, 0.1)
-
-
-def test_what_nobody_measured_is_assumed_from_the_sizes() -> None:
-    """Weights of 4 bytes, read once at 40 GB/s; 6 % more for each further row; less than 1 ms on the host."""
-    small = LlamaConfig(512, 64, 128, 2, 2, 1, 32, 256, 1e-5, 10000.0)
-    large = LlamaConfig(32000, 1024, 2816, 12, 16, 4, 64, 2048, 1e-5, 10000.0)
-    costs = assumed(large, small)
-    assert assumed(large, None) == replace(costs, draft=None)
-    for passes, model in ((costs.target, large), (costs.draft, small)):
-        assert passes is not None
-        once = 1e-4 + 4 * num_parameters(model) / 40e9
-        for rows in (1, 2, 4, 8, 16, 32, 64):
-            assert passes.at(rows, 0) == pytest.approx(once * (1 + 0.06 * (rows - 1)), rel=1e-12)
-    every = [each for host in (costs.greedy, costs.sampled) for each in (host.plain, host.round, host.token)]
-    assert max(every) < 1e-3
 
 
 def test_a_gpu_reads_weights_and_cache_or_multiplies() -> None:
     """More rows cost nothing until the arithmetic does; the context costs its bytes; a faster GPU is faster."""
     sizes = PassSizes(7.5e9, 15e9, 131072)
     assert gpu_named("NVIDIA A100-SXM4-80GB").name == "A100" and gpu_named("NVIDIA H100 80GB HBM3").name == "H100"
-    assert gpu_named("an unknown GPU") is UNKNOWN
+    assert gpu_named("an unknown GPU") is UNKNOWN_GPU
     costs = predicted(gpu_named("NVIDIA L40S"), sizes, None)
     once = 3e-5 + 15e9 / (0.85 * 0.864e12)
     assert costs.draft is None and not costs.machine
     assert costs.target.at(1, 0) == costs.target.at(16, 0) == pytest.approx(once)
     assert costs.target.at(1, 4096) - once == pytest.approx(4096 * 131072 / (0.85 * 0.864e12))
-    assert pass_seconds(UNKNOWN, sizes, 128, 0) == pytest.approx(3e-5 + 2 * 7.5e9 * 128 / 75e12)
+    assert pass_seconds(UNKNOWN_GPU, sizes, 128, 0) == pytest.approx(3e-5 + 2 * 7.5e9 * 128 / 75e12)
     assert pass_seconds(gpu_named("H100"), sizes, 1, 0) < 0.3 * once
+    # Two cores: 34 ms for 1.5B weights in 4 bits, and 9 ms for each row from the fifth on.
+    small = PassSizes(1.54e9, 1.04e9, 28672)
+    assert [round(1e3 * pass_seconds(processor(2), small, rows, 0)) for rows in (1, 3, 5, 8)] == [34, 34, 44, 70]
 
 
 def test_the_gpu_belongs_to_the_machine_of_plans(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -310,12 +304,12 @@ def test_the_gpu_belongs_to_the_machine_of_plans(monkeypatch: pytest.MonkeyPatch
     assert fingerprint(manifest(("native", "onnxruntime")), "cuda", 0, 1)["gpu"] == "Stand-in GPU"
     assert "gpu" not in fingerprint(manifest(("native", "onnxruntime")), "cpu", 0, 1)
     spec = replace(plans.engines["target"], precision="fp16")
-    assert assumed_costs(spec, None) == predicted(UNKNOWN, pass_sizes(spec), None)
-    other = manifest(("native", "native")).engines["target"]
-    assert assumed_costs(other, other) == assumed(other.model, other.model)
+    assert assumed_costs(spec, None) == predicted(UNKNOWN_GPU, pass_sizes(spec), None)
+    other = replace(manifest(("native", "native")).engines["target"], precision="int8")
+    assert assumed_costs(other, other) == predicted(processor(cores()), pass_sizes(other), pass_sizes(other))
     graph = replace(manifest(("onnxruntime", "onnxruntime")).engines["target"], precision="fp32")
-    assert assumed_costs(graph, None, "cuda") == predicted(UNKNOWN, pass_sizes(graph), None)
-    assert assumed_costs(graph, None) == assumed(graph.model, None)
+    assert assumed_costs(graph, None, "cuda") == predicted(UNKNOWN_GPU, pass_sizes(graph), None)
+    assert assumed_costs(graph, None) == predicted(processor(cores()), pass_sizes(graph), None)
 
 
 def test_a_full_disk_leaves_no_half_table(tmp_path: Path) -> None:

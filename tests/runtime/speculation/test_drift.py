@@ -51,6 +51,12 @@ def test_what_narrow_passes_show_moves_all_widths() -> None:
         drift.observe(1, 1.0, 2.0)
     assert drift.costs().target.at(16, 0) == pytest.approx(2 * stored.target.at(16, 0), rel=0.1)
     assert drift.costs().following is not None and drift.costs().draft == drift.costs().following
+    for _ in range(60):  # the draft's passes have a difference of their own
+        drift.observe_draft(0.1, 0.05)
+    costs, before = drift.costs(), stored.draft
+    assert costs.draft is not None and before is not None
+    assert costs.draft.at(1, 0) == pytest.approx(before.at(1, 0) / 2, rel=0.1)
+    assert costs.target.at(16, 0) == pytest.approx(2 * stored.target.at(16, 0), rel=0.15)
     for _ in range(STALE):
         assert not drift.is_stale(1.0)
         drift.observe(8, 1.14, 1.14)
