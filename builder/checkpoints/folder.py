@@ -9,6 +9,7 @@ from typing import Any
 
 from ...models.config import LlamaConfig
 from ...models.errors import CheckpointError
+from ...models.families import family_of
 from ...models.fields import brief, token_ids
 from ...runtime.bundle.bundle import GENERATION
 from ...runtime.text.tokenizer import Tokenizer
@@ -18,6 +19,7 @@ from .packed import Dequantised, Layout
 from .qweight import AWQ, GPTQ, read_awq, read_gptq
 from .safetensors import Safetensors
 from .source import TensorSource, read_json
+from .views import OnesAdded
 
 CONFIG = "config.json"
 LAYOUTS: Mapping[str, Callable[[Mapping[str, Any]], Layout]]
@@ -36,6 +38,8 @@ class HuggingFaceFolder:
         if layout := layout_of(content):
             self.tensors = Dequantised(self.tensors, layout)
             self.notes = (f"its weights are {layout.name}, and are dequantised", *layout.notes)
+        if family_of(content)[0].adds_one:
+            self.tensors = OnesAdded(self.tensors)
 
     def more_eos_ids(self) -> tuple[int, ...]:
         """The ids in generation_config.json, where chat models list several."""

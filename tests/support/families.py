@@ -49,6 +49,19 @@ def rope(kind: str, **fields: Any) -> dict[str, Any]:
 
 YARN = rope("yarn", factor=8.0, original_max_position_embeddings=ORIGINAL, beta_fast=4.0)
 FACTORS = {"short_factor": [1.0, 1.5, 2.0], "long_factor": [4.0, 5.0, 6.0]}
+# Windows end within the texts; the global layers are scaled, the local ones have a base of their own.
+GEMMA: dict[str, Any] = {
+    "num_hidden_layers": 3,
+    "sliding_window": 16,
+    "sliding_window_pattern": 2,
+    "query_pre_attn_scalar": 6,
+    "tie_word_embeddings": True,
+    "final_logit_softcapping": None,
+    "rope_parameters": {
+        "full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 700.0},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 50.0},
+    },
+}
 CASES = {
     "Llama": Case("Llama", {}),
     "Llama, biases": Case("Llama", {"attention_bias": True, "mlp_bias": True}),
@@ -62,10 +75,10 @@ CASES = {
     "Llama, dynamic": Case("Llama", rope("dynamic", factor=4.0)),
     "Llama, YaRN": Case("Llama", YARN),
     "Mistral": Case("Mistral", {"sliding_window": None}),
-    "Mistral, window": Case("Mistral", {"sliding_window": 192}),
+    "Mistral, window": Case("Mistral", {"sliding_window": 20}),
     "Qwen2": Case("Qwen2", {"tie_word_embeddings": True}),
     "Qwen2, YaRN": Case("Qwen2", YARN),
-    "Qwen2, window": Case("Qwen2", {"use_sliding_window": True, "sliding_window": 192, "max_window_layers": 1}),
+    "Qwen2, window": Case("Qwen2", {"use_sliding_window": True, "sliding_window": 20, "max_window_layers": 1}),
     "Qwen3": Case("Qwen3", {}),
     "Qwen3, biases": Case("Qwen3", {"attention_bias": True}),
     "SmolLM3": Case("SmolLM3", {"no_rope_layer_interval": 2, "tie_word_embeddings": True}),
@@ -76,7 +89,9 @@ CASES = {
         | {"tie_word_embeddings": True},
     ),
     "Phi3": Case("Phi3", {}),
+    "Phi3, window": Case("Phi3", {"sliding_window": 20}),
     "Phi3, partial rotation": Case("Phi3", rope("default", partial_rotary_factor=0.6)),
+    "Gemma3": Case("Gemma3", GEMMA),
     "Phi3, longrope": Case(
         "Phi3",
         {"head_dim": 6, "hidden_size": 36, "original_max_position_embeddings": 192}
@@ -100,7 +115,7 @@ def write_family(folder: Path, name: str, noise: float = 0.0, **overrides: Any) 
     """A checkpoint folder of CASES with a tokenizer of VOCAB_SIZE tokens; returns it. noise: what is added to weights
     that are otherwise the same each time, as a share of their deviation: a draft that often agrees."""
     case = CASES[name]
-    config = getattr(transformers, f"{case.family}Config")(**SHAPE | case.fields | overrides)
+    config = config_class(case.family)(**SHAPE | case.fields | overrides)
     model = getattr(transformers, f"{case.family}ForCausalLM")(config)
     generator, other = (torch.Generator().manual_seed(seed) for seed in (0, 1))
     with torch.no_grad():
@@ -138,4 +153,9 @@ def read(architecture: str, **fields: Any) -> LlamaConfig:
 
 def reference(architecture: str, **fields: Any) -> Any:
     """LEAST and some fields, as transformers reads them: its configuration."""
-    return getattr(transformers, architecture.replace("ForCausalLM", "Config"))(**LEAST, **fields)
+    return config_class(architecture.removesuffix("ForCausalLM"))(**LEAST, **fields)
+
+
+def config_class(family: str) -> Any:
+    """Gemma3Config is that of the model that sees."""
+    return getattr(transformers, f"{family}Config" if family != "Gemma3" else "Gemma3TextConfig")
