@@ -90,6 +90,8 @@ def gguf_tensors(
     heads = {"q_proj": config["num_attention_heads"], "k_proj": config["num_key_value_heads"]}
     for seed, (name, array) in enumerate(load_file(folder / "model.safetensors").items()):
         module = name.split(".")[-2]
+        if architecture == "gemma3" and module.endswith("norm"):
+            array = array + 1  # as llama.cpp's converter does
         if architecture in PERMUTED and module in heads:
             array = permuted(array, heads[module])
         mapped = names.get_name(name, try_suffixes=(".weight", ".bias"))
@@ -124,6 +126,7 @@ def llama3_divisors(config: dict[str, Any]) -> NDArray[np.float32]:
 
 def add_settings(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
     rope = config.get("rope_parameters") or {}
+    rope = rope.get("full_attention", rope)
     writer.add_context_length(config["max_position_embeddings"])
     writer.add_embedding_length(config["hidden_size"])
     writer.add_block_count(config["num_hidden_layers"])
