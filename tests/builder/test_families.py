@@ -16,7 +16,7 @@ import pytest
 import torch
 from bundling import ROOT, resigned
 from checkpoints import VOCAB_SIZE, edit_weights
-from families import CASES, COMPARED, expected_logits, rope, write_family
+from families import CAPACITY, CASES, COMPARED, WIDTHS, expected_logits, opened, rope, write_family
 from lowbit import greedy_texts, in_one_pass, one_by_one
 from native_parts import held, kernels, open_native, spec_of
 from numpy.typing import NDArray
@@ -24,9 +24,7 @@ from steps import noted, quiet
 from transformers import AutoModelForCausalLM
 from trees import Tree
 
-from benchmarks.tools.torch_engine import TorchEngine
 from draftwood.builder.checkpoints.checkpoint import Checkpoint
-from draftwood.builder.engines.export import export
 from draftwood.builder.head.train import train_head
 from draftwood.builder.head.training import HeadTraining
 from draftwood.builder.options import BuildOptions
@@ -34,7 +32,7 @@ from draftwood.builder.parity import Rows, largest_difference, rows_of
 from draftwood.builder.pipeline import build
 from draftwood.builder.reference import score_rows
 from draftwood.cli.inspect import describe
-from draftwood.models.bindings import TARGET, output_names
+from draftwood.models.bindings import TARGET
 from draftwood.models.errors import BundleError, ConfigError
 from draftwood.models.families import FAMILIES, Variant
 from draftwood.models.llama import Llama
@@ -43,11 +41,10 @@ from draftwood.runtime import SpeculativeConfig
 from draftwood.runtime.bundle.bundle import EngineBundle
 from draftwood.runtime.engines.base import Runner
 from draftwood.runtime.engines.native import engine as native
-from draftwood.runtime.engines.onnx.onnxruntime import OnnxRuntimeEngine
 from draftwood.runtime.engines.passes import prefill
 from draftwood.runtime.text.tokenizer import Tokenizer
 
-TOKENS, CAPACITY, WIDTHS = 48, 128, (1, 2, 4, 8, 16, 32)
+TOKENS = 48
 # A branch that ends, one that goes on, and leaves.
 PARENTS = (-1, 0, 0, 1, 3, 2, 4, -1, 5, 8, 9, 7)
 
@@ -65,18 +62,6 @@ class Written:
 @pytest.fixture(scope="module", params=CASES)
 def written(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Written:
     return Written(tmp_path_factory.mktemp("family") / "checkpoint", request.param)
-
-
-def opened(backend: str, checkpoint: Checkpoint, folder: Path) -> Runner:
-    """One role's engine in fp32."""
-    spec = spec_of(checkpoint, TARGET, "fp32", WIDTHS, CAPACITY)
-    if backend == "native":
-        return open_native(checkpoint, spec, folder)
-    spec = replace(spec, backend="onnxruntime", outputs=output_names(TARGET))
-    if backend == "torch":
-        return TorchEngine(checkpoint.tensor, spec)
-    export(checkpoint, TARGET, CAPACITY, folder / "target.onnx", lambda name: None)
-    return OnnxRuntimeEngine(folder / "target.onnx", spec)
 
 
 @pytest.mark.parametrize("backend", [backend for backend, compared in COMPARED.items() if "logits" in compared])

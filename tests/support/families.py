@@ -3,6 +3,7 @@ family's config.json may say."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -10,10 +11,18 @@ import numpy as np
 import torch
 import transformers
 from checkpoints import VOCAB_SIZE, scale, write_tokenizer
+from native_parts import open_native, spec_of
 from numpy.typing import NDArray
 
+from benchmarks.tools.torch_engine import TorchEngine
+from draftwood.builder.checkpoints.checkpoint import Checkpoint
+from draftwood.builder.engines.export import export
+from draftwood.models import bindings
 from draftwood.models.config import LlamaConfig
+from draftwood.runtime.engines.base import Runner
+from draftwood.runtime.engines.onnx.onnxruntime import OnnxRuntimeEngine
 
+WIDTHS, CAPACITY = (1, 2, 4, 8, 16, 32), 128  # of the engines
 ORIGINAL = 24  # tokens of the context before it was scaled: texts reach beyond it where tables do not change
 
 
@@ -125,6 +134,19 @@ def write_family(folder: Path, name: str, noise: float = 0.0, **overrides: Any) 
             weight += noise * torch.empty_like(weight).normal_(0, deviation, generator=other)
     model.save_pretrained(folder)
     return write_tokenizer(folder)
+
+
+def opened(backend: str, checkpoint: Checkpoint, folder: Path) -> Runner:
+    """One role's engine in fp32; of TensorRT, what ONNX Runtime computes of its graph."""
+    spec = spec_of(checkpoint, bindings.TARGET, "fp32", WIDTHS, CAPACITY)
+    if backend == "native":
+        return open_native(checkpoint, spec, folder)
+    form = bindings.COMPACT if backend == "tensorrt-rtx" else bindings.ADDITIVE
+    spec = replace(spec, backend="onnxruntime", outputs=bindings.output_names(bindings.TARGET, form=form))
+    if backend == "torch":
+        return TorchEngine(checkpoint.tensor, spec)
+    export(checkpoint, bindings.TARGET, CAPACITY, folder / "target.onnx", lambda name: None, form=form)
+    return OnnxRuntimeEngine(folder / "target.onnx", spec)
 
 
 def expected_logits(folder: Path, tokens: NDArray[np.int64]) -> NDArray[np.float32]:
