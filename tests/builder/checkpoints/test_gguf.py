@@ -14,12 +14,12 @@ import torch
 import transformers
 from checkpoints import SHAPES, VOCAB_SIZE, write_checkpoint, write_tokenizer
 from gguf import GGMLQuantizationType as Kind
-from gguf_files import Edit, edited, write_all, write_gguf
+from gguf_files import Edit, edited, settings_of, write_all, write_gguf
 
 from draftwood.builder.checkpoints.checkpoint import Checkpoint
-from draftwood.builder.checkpoints.gguf.config import FAMILIES, config_of
+from draftwood.builder.checkpoints.gguf.config import FAMILIES
 from draftwood.builder.checkpoints.gguf.file import is_read, read
-from draftwood.builder.checkpoints.gguf.header import Metadata, Tensor, read_header
+from draftwood.builder.checkpoints.gguf.header import read_header
 from draftwood.models.config import LlamaConfig
 from draftwood.models.errors import CheckpointError
 from draftwood.models.layers import network_of
@@ -206,27 +206,6 @@ def test_parts_are_one_file_and_others_are_refused(folder: Path, tmp_path: Path)
 LONG, SHORT, FREQS = "rope_factors_long.weight", "rope_factors_short.weight", "rope_freqs.weight"
 TRAINED = {"scaling.original_context_length": 1024}
 NO_SCALING = {"rope_type": "default"}
-
-
-def settings_of(
-    folder: Path, rope: dict[str, Any], arrays: dict[str, int], name: str = "llama", **more: Any
-) -> dict[str, Any]:
-    """What a config.json would say. rope: by keys after "rope."; arrays: by name, their lengths; of ones."""
-    values: dict[str, Any] = {
-        "embedding_length": 32,
-        "attention.head_count": 4,
-        "feed_forward_length": 48,
-        "block_count": 1,
-        "context_length": 4096,
-        "attention.layer_norm_rms_epsilon": 1e-5,
-        **{f"rope.{key}": value for key, value in rope.items()},
-        **more,
-    }
-    values = {f"{name}.{key}": value for key, value in values.items()} | {"general.architecture": name}
-    tensors = {"token_embd.weight": Tensor(folder / "model.gguf", (8, 32), Kind.F32, 0, 1024)}
-    factors = {array: np.ones(length, np.float32) for array, length in arrays.items()}
-    found: dict[str, Any] = config_of(Metadata(folder, values), tensors, factors)
-    return found
 
 
 @pytest.mark.parametrize(
