@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from ..models.acceptance_head import TrainedHead
 from ..models.config import LlamaConfig
 from ..models.head_config import ACCEPT, REJECT
-from ..models.layers import EMBEDDING_WEIGHT, Layer, Matrix, Norm, network_of
+from ..models.layers import EMBEDDING_WEIGHT, GELU_CURVE, GELU_SLOPE, Layer, Matrix, Norm, last_seen, network_of
 from ..models.rope import rope_tables
 from .parity import Rows, Scored
 
@@ -29,8 +29,12 @@ class Reference:
         """tensor: reads a tensor of the model by Hugging Face's name; what it raises is passed on."""
         self._tensor, self._config, self._head, self._mask = tensor, config, head, rows.mask
         self._network = network_of(config)
-        tables = rope_tables(config, int(rows.positions.max(initial=0)) + 1)
-        self._rotary = [table[rows.positions, None] for table in tables]  # cosine, sine: [R, 1, rotary_size / 2]
+        positions = int(rows.positions.max(initial=0)) + 1
+        # By layers with tables of their own: cosine, sine, each [R, 1, rotary_size / 2].
+        self._rotary = {
+            local: [table[rows.positions, None] for table in rope_tables(config, positions, local)]
+            for local in {layer.local for layer in self._network.layers}
+        }
         embedded = np.asarray(tensor(EMBEDDING_WEIGHT)[rows.tokens], np.float32)
         self._rows = embedded * np.float32(self._network.embedding_multiplier)
 
@@ -39,10 +43,10 @@ class Reference:
         """Let the rows [R, hidden_size] pass a layer, whose weights are read and dropped."""
         layer, multiplier = self._network.layers[index], np.float32(self._network.layers[index].residual_multiplier)
         (attended,) = self._products(layer.output, self._attention(layer, self._normed(layer.input_norm, self._rows)))
-        rows = self._rows + multiplier * attended
+        rows = self._rows + multiplier * self._normed(layer.output_norm, attended)
         gate, up = self._products(layer.gate_up, self._normed(layer.post_norm, rows))
-        (fed,) = self._products(layer.down, silu(gate) * up)
-        self._rows = rows + multiplier * fed
+        (fed,) = self._products(layer.down, (gelu if layer.gelu else silu)(gate) * up)
+        self._rows = rows + multiplier * self._normed(layer.down_norm, fed)
 
     @np.errstate(all="ignore")
     def scored(self) -> Scored:
@@ -58,20 +62,20 @@ class Reference:
         query, keys, values = (part.reshape(shape) for part in self._products(layer.qkv, rows))  # [R, H or H_kv, D]
         query, keys = self._normed(layer.query_norm, query), self._normed(layer.key_norm, keys)
         if layer.rotary_size:
-            query, keys = self._rotated(query), self._rotated(keys)
+            query, keys = (self._rotated(part, *self._rotary[layer.local]) for part in (query, keys))
         group = query.shape[1] // keys.shape[1]
         query, keys, values = (part.transpose(1, 0, 2) for part in (query, keys, values))  # [H or H_kv, R, D]
         keys, values = np.repeat(keys, group, 0), np.repeat(values, group, 0)
         scores = query @ keys.transpose(0, 2, 1) * np.float32(layer.attention_scale)  # [H, R, R]
-        scores[:, ~self._mask] = -np.inf
+        seen = self._mask if layer.window is None else last_seen(self._mask, layer.window)
+        scores[:, ~seen] = -np.inf
         weights = np.exp(scores - scores.max(-1, keepdims=True))
         attended: Array = weights / weights.sum(-1, keepdims=True) @ values
         return attended.transpose(1, 0, 2).reshape(len(rows), -1)
 
-    def _rotated(self, heads: Array) -> Array:
+    def _rotated(self, heads: Array, cosine: Array, sine: Array) -> Array:
         """Rotate the first numbers of heads [R, H, D] by position; a pair is (i, i + half), as in Hugging Face's
         checkpoints."""
-        cosine, sine = self._rotary
         first, second, rest = np.split(heads, (cosine.shape[-1], 2 * cosine.shape[-1]), -1)
         return np.concatenate((first * cosine - second * sine, second * cosine + first * sine, rest), -1)
 
@@ -95,6 +99,11 @@ class Reference:
 
 def silu(rows: Array) -> Array:
     return rows / (1 + np.exp(-rows))
+
+
+def gelu(rows: Array) -> Array:
+    """Of the kind with tanh."""
+    return np.asarray(rows / (1 + np.exp(-rows * (GELU_SLOPE + GELU_CURVE * rows * rows))), np.float32)
 
 
 def accepted(head: TrainedHead, rows: Array) -> Array:

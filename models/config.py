@@ -59,11 +59,8 @@ class LlamaConfig:
 
     @property
     def limits(self) -> dict[str, int]:
-        """What limits the context, with the number of tokens. Within all limits attention is full, and the rotary
-        tables do not change."""
+        """What limits the context, with the number of tokens. Within all limits the rotary tables do not change."""
         limits = {"context": self.max_position}
-        if self.variant.window is not None:
-            limits["sliding window"] = self.variant.window
         if self.rope_scaling is not None and self.rope_scaling.kind == LONGROPE:
             limits["context before longrope"] = self.rope_scaling.original_max_position
         return limits
@@ -79,8 +76,7 @@ class LlamaConfig:
 
         Raises CheckpointError that names a setting which is unknown or not supported.
         """
-        family = family_of(config)
-        config = {**family.defaults, **config}
+        family, config = family_of(config)
         hidden_size = positive_int(config, "hidden_size")
         num_heads = positive_int(config, "num_attention_heads")
         num_kv_heads = optional_int(config, "num_key_value_heads") or num_heads

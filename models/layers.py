@@ -12,11 +12,16 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import numpy as np
+from numpy.typing import NDArray
+
 from .config import LlamaConfig
 
 Shapes = dict[str, tuple[int, ...]]  # by tensor name; [out, in] for a matrix
 EMBED_TOKENS, LM_HEAD = "model.embed_tokens", "lm_head"  # modules
 EMBEDDING_WEIGHT, HEAD_WEIGHT = f"{EMBED_TOKENS}.weight", f"{LM_HEAD}.weight"
+# GELU with tanh is x * sigmoid(x * (GELU_SLOPE + GELU_CURVE * x * x)).
+GELU_SLOPE, GELU_CURVE = 2 * math.sqrt(2 / math.pi), 2 * math.sqrt(2 / math.pi) * 0.044715
 EMBEDDING, HEAD = "embedding", "head"  # an engine's names of a tensor and of a matrix
 
 
@@ -64,11 +69,12 @@ class Matrix(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """One decoder layer. Without `query_norm` and `key_norm`, or with a `rotary_size` of 0, those steps are left out.
+    """One decoder layer. Without a norm that may be None, or with a `rotary_size` of 0, those steps are left out.
 
     q, k, v = qkv(input_norm(x))                                               split into heads
-    x += residual_multiplier * output(attention(rope(query_norm(q)), rope(key_norm(k)), v, attention_scale))
-    x += residual_multiplier * down(silu(gate) * up)                           gate, up = gate_up(post_norm(x))
+    a = attention(rope(query_norm(q)), rope(key_norm(k)), v, attention_scale)
+    x += residual_multiplier * output_norm(output(a))
+    x += residual_multiplier * down_norm(down(silu(gate) * up))                gate, up = gate_up(post_norm(x))
     """
 
     input_norm: Norm
@@ -76,16 +82,21 @@ class Layer:
     query_norm: Norm | None  # of each head
     key_norm: Norm | None
     rotary_size: int  # numbers at the start of each head that RoPE rotates
+    local: bool  # whether RoPE has the local tables, see models/rope.py
+    window: int | None  # the last of the tokens that a row would see to which it attends; None: all
     attention_scale: float  # of the products of queries and keys
     output: Matrix
+    output_norm: Norm | None
     post_norm: Norm
     gate_up: Matrix
     down: Matrix
+    down_norm: Norm | None
+    gelu: bool  # GELU, of the kind with tanh, in place of SiLU
     residual_multiplier: float
 
     @property
     def norms(self) -> tuple[Norm, ...]:
-        norms = (self.input_norm, self.post_norm, self.query_norm, self.key_norm)
+        norms = (self.input_norm, self.post_norm, self.query_norm, self.key_norm, self.output_norm, self.down_norm)
         return tuple(norm for norm in norms if norm is not None)
 
     @property
@@ -123,20 +134,28 @@ def layer_of(config: LlamaConfig, index: int) -> Layer:
     attention, mlp = f"{source}self_attn.", f"{source}mlp."
     qkv = tuple(f"{attention}{part}_proj" for part in "qkv")
     qkv_bias = config.attention_bias or variant.qkv_bias
-    scale = variant.attention_multiplier
+    scale, sandwich = variant.attention_multiplier, variant.output_norms
+    slides = variant.window is not None and index not in variant.full_layers
     return Layer(
         input_norm=Norm(f"{name}input_norm", f"{source}input_layernorm", hidden),
         qkv=Matrix(f"{name}qkv", qkv, hidden, (query, kv, kv), qkv_bias),
         query_norm=Norm(f"{name}query_norm", f"{attention}q_norm", config.head_dim) if variant.qk_norm else None,
         key_norm=Norm(f"{name}key_norm", f"{attention}k_norm", config.head_dim) if variant.qk_norm else None,
         rotary_size=0 if index in variant.layers_without_rope else config.rotary_size,
+        local=slides and variant.local_theta is not None,
+        window=variant.window if slides else None,
         attention_scale=1 / math.sqrt(config.head_dim) if scale is None else scale,
         output=Matrix(f"{name}output", (f"{attention}o_proj",), query, (hidden,), config.attention_bias),
-        post_norm=Norm(f"{name}post_norm", f"{source}post_attention_layernorm", hidden),
+        output_norm=Norm(f"{name}output_norm", f"{source}post_attention_layernorm", hidden) if sandwich else None,
+        post_norm=Norm(
+            f"{name}post_norm", f"{source}{'pre_feedforward' if sandwich else 'post_attention'}_layernorm", hidden
+        ),
         gate_up=Matrix(
             f"{name}gate_up", (f"{mlp}gate_proj", f"{mlp}up_proj"), hidden, (inner, inner), config.mlp_bias, True
         ),
         down=Matrix(f"{name}down", (f"{mlp}down_proj",), inner, (hidden,), config.mlp_bias),
+        down_norm=Norm(f"{name}down_norm", f"{source}post_feedforward_layernorm", hidden) if sandwich else None,
+        gelu=variant.gelu,
         residual_multiplier=variant.residual_multiplier,
     )
 
@@ -152,6 +171,12 @@ def network_of(config: LlamaConfig) -> Network:
         embedding_multiplier=config.variant.embedding_multiplier,
         logits_multiplier=config.variant.logits_multiplier,
     )
+
+
+def last_seen(seen: NDArray[np.bool_], window: int) -> NDArray[np.bool_]:
+    """What a window leaves of the slots that rows see, [..., S], in the order of the text: the last `window`."""
+    after: NDArray[np.bool_] = np.cumsum(seen[..., ::-1], -1)[..., ::-1] <= window
+    return seen & after
 
 
 def num_parameters(config: LlamaConfig) -> int:

@@ -7,15 +7,18 @@ cache, which it extends in place.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from .bindings import MASKED
 from .config import LlamaConfig
 from .layers import Layer, Matrix, Network, Norm, network_of
-from .rope import rope_tables
+from .rope import LOCAL, rope_tables
 
 
 class LlamaOutput(NamedTuple):
@@ -44,16 +47,21 @@ class Rotary(NamedTuple):
 class LayerAttention(Protocol):
     """The attention of a pass. Called once per layer."""
 
-    def __call__(self, layer: int, query: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
+    def __call__(
+        self, layer: int, query: Tensor, keys: Tensor, values: Tensor, scale: float, window: int | None
+    ) -> Tensor:
         """query [B, H, T, D] and the pass's own keys and values [B, H_kv, T, D], rotated -> [B, H, T, D]. scale: factor
-        on the products of queries and keys."""
+        on the products of queries and keys. window: see `layers.Layer`."""
 
 
-def causal(layer: int, query: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
+def causal(layer: int, query: Tensor, keys: Tensor, values: Tensor, scale: float, window: int | None = None) -> Tensor:
     """Causal attention: the rows are whole sequences, and attend only to each other."""
-    grouped = query.shape[1] != keys.shape[1]
+    grouped, mask, rows = query.shape[1] != keys.shape[1], None, query.shape[2]
+    if window is not None and window < rows:
+        before = torch.ones(rows, rows, dtype=torch.bool, device=query.device).tril()
+        mask = before & ~before.tril(-window)
     return functional.scaled_dot_product_attention(
-        query, keys, values, None, is_causal=True, scale=scale, enable_gqa=grouped
+        query, keys, values, mask, is_causal=mask is None, scale=scale, enable_gqa=grouped
     )
 
 
@@ -65,15 +73,20 @@ class GrowingCache(NamedTuple):
     start: int
     mask: Tensor
 
-    def __call__(self, layer: int, query: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
+    def __call__(
+        self, layer: int, query: Tensor, keys: Tensor, values: Tensor, scale: float, window: int | None
+    ) -> Tensor:
         """See LayerAttention."""
         end = self.start + keys.shape[2]
         cached = self.cache[2 * layer : 2 * layer + 2]
         cached[0, :, :, self.start : end] = keys
         cached[1, :, :, self.start : end] = values
-        grouped = query.shape[1] != keys.shape[1]
+        grouped, mask = query.shape[1] != keys.shape[1], self.mask
+        if window is not None and window < end:
+            after = (mask == 0).flip(-1).cumsum(-1).flip(-1)  # visible slots from each one on
+            mask = mask.masked_fill(after > window, MASKED)
         return functional.scaled_dot_product_attention(
-            query, cached[0, :, :, :end], cached[1, :, :, :end], self.mask, scale=scale, enable_gqa=grouped
+            query, cached[0, :, :, :end], cached[1, :, :, :end], mask, scale=scale, enable_gqa=grouped
         )
 
 
@@ -112,7 +125,7 @@ class Attention(nn.Module):
     def __init__(self, layer: Layer, config: LlamaConfig) -> None:
         super().__init__()
         self.head_dim, self.num_heads = config.head_dim, config.num_heads
-        self.rotates, self.scale = layer.rotary_size > 0, layer.attention_scale
+        self.rotates, self.scale, self.window = layer.rotary_size > 0, layer.attention_scale, layer.window
         self.q_proj, self.k_proj, self.v_proj = linears(layer.qkv)
         self.q_norm, self.k_norm = norm_of(layer.query_norm, config), norm_of(layer.key_norm, config)
         (self.o_proj,) = linears(layer.output)
@@ -123,7 +136,7 @@ class Attention(nn.Module):
         if self.rotates:
             turned = rotary.rotate(turned)
         query, keys = turned[:, : self.num_heads], turned[:, self.num_heads :]
-        attended = attention(layer, query, keys, self.heads(self.v_proj(rows)), self.scale)
+        attended = attention(layer, query, keys, self.heads(self.v_proj(rows)), self.scale, self.window)
         output: Tensor = self.o_proj(attended.transpose(1, 2).flatten(2))
         return output
 
@@ -133,15 +146,18 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    """down(silu(gate(x)) * up(x))."""
+    """down(silu(gate(x)) * up(x)), or the same with GELU."""
 
     def __init__(self, layer: Layer) -> None:
         super().__init__()
         self.gate_proj, self.up_proj = linears(layer.gate_up)
         (self.down_proj,) = linears(layer.down)
+        self.gelu = layer.gelu
 
     def forward(self, rows: Tensor) -> Tensor:
-        output: Tensor = self.down_proj(functional.silu(self.gate_proj(rows)) * self.up_proj(rows))
+        gate = self.gate_proj(rows)
+        gated = functional.gelu(gate, approximate="tanh") if self.gelu else functional.silu(gate)
+        output: Tensor = self.down_proj(gated * self.up_proj(rows))
         return output
 
 
@@ -152,14 +168,25 @@ class DecoderLayer(nn.Module):
         super().__init__()
         self.self_attn = Attention(layer, config)
         self.mlp = MLP(layer)
-        self.input_layernorm = norm_of(layer.input_norm, config)
-        self.post_attention_layernorm = norm_of(layer.post_norm, config)
-        self.multiplier = layer.residual_multiplier
+        self.local, self.multiplier = layer.local, layer.residual_multiplier
+        self.norms = [None if norm is None else norm.source.rpartition(".")[2] for norm in norms_of_rows(layer)]
+        for name, norm in zip(self.norms, norms_of_rows(layer), strict=True):
+            if name is not None:
+                self.add_module(name, norm_of(norm, config))
 
-    def forward(self, rows: Tensor, rotary: Rotary, attention: LayerAttention, layer: int) -> Tensor:
-        attended = self.self_attn(self.input_layernorm(rows), rotary, attention, layer)
+    def forward(self, rows: Tensor, rotary: Sequence[Rotary], attention: LayerAttention, layer: int) -> Tensor:
+        """rotary: of layers with the model's tables, and with the local ones."""
+        before, behind, before_mlp, behind_mlp = (
+            nn.Identity() if name is None else self.get_submodule(name) for name in self.norms
+        )
+        attended = behind(self.self_attn(before(rows), rotary[self.local], attention, layer))
         rows = rows + scaled(attended, self.multiplier)
-        return rows + scaled(self.mlp(self.post_attention_layernorm(rows)), self.multiplier)
+        return rows + scaled(behind_mlp(self.mlp(before_mlp(rows))), self.multiplier)
+
+
+def norms_of_rows(layer: Layer) -> tuple[Norm | None, ...]:
+    """Before and behind attention, before and behind the MLP."""
+    return layer.input_norm, layer.output_norm, layer.post_norm, layer.down_norm
 
 
 class Decoder(nn.Module):
@@ -173,7 +200,7 @@ class Decoder(nn.Module):
         self.layers = nn.ModuleList(DecoderLayer(layer, config) for layer in network.layers)
         self.norm = norm_of(network.norm, config)
 
-    def forward(self, token_ids: Tensor, rotary: Rotary, attention: LayerAttention) -> Tensor:
+    def forward(self, token_ids: Tensor, rotary: Sequence[Rotary], attention: LayerAttention) -> Tensor:
         """Rows [B, T, hidden_size] before the final norm."""
         rows = scaled(self.embed_tokens(token_ids), self.multiplier)
         for index, layer in enumerate(self.layers):
@@ -184,8 +211,7 @@ class Decoder(nn.Module):
 class Llama(nn.Module):
     """A whole LLaMA. positions: number of position ids in the rotary tables."""
 
-    rope_cosine: Tensor
-    rope_sine: Tensor
+    rope: Tensor
 
     def __init__(self, config: LlamaConfig, positions: int) -> None:
         super().__init__()
@@ -195,9 +221,9 @@ class Llama(nn.Module):
         self.model = Decoder(network, config)
         # A checkpoint with tied embeddings contains no lm_head, and neither does this model.
         self.lm_head = None if config.tie_embeddings else linears(network.head)[0]
-        cosine, sine = rope_tables(config, positions)
-        self.register_buffer("rope_cosine", torch.from_numpy(cosine), persistent=False)
-        self.register_buffer("rope_sine", torch.from_numpy(sine), persistent=False)
+        # Cosine and sine, of layers with the model's tables, and with the local ones.
+        tables = torch.stack([torch.from_numpy(np.stack(rope_tables(config, positions, local))) for local in LOCAL])
+        self.register_buffer("rope", tables, persistent=False)
 
     def full(self, token_ids: Tensor) -> LlamaOutput:
         """Read whole sequences, int64 [B, T], causally; every row is scored. Differentiable."""
@@ -223,10 +249,9 @@ class Llama(nn.Module):
         rows = self.model(token_ids, self.rotary(position_ids), GrowingCache(cache, write_index, mask))
         return self.score(rows[:, output_rows])
 
-    def rotary(self, position_ids: Tensor) -> Rotary:
+    def rotary(self, position_ids: Tensor) -> list[Rotary]:
         dtype = self.model.embed_tokens.weight.dtype  # cast once, not in every layer
-        tables = (table[position_ids].unsqueeze(1).to(dtype) for table in (self.rope_cosine, self.rope_sine))
-        return Rotary._make(tables)
+        return [Rotary._make(table[position_ids].unsqueeze(1).to(dtype) for table in tables) for tables in self.rope]
 
     def score(self, rows: Tensor) -> LlamaOutput:
         """Final norm and vocabulary projection."""

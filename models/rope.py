@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from .config import LlamaConfig
 from .rope_scaling import LINEAR, LONGROPE, YARN, RopeScaling
+
+LOCAL = (False, True)  # tables of a model: for all layers, or for those with a window and a base of their own
 
 
 def inverse_frequencies(config: LlamaConfig) -> NDArray[np.float64]:
@@ -55,9 +58,13 @@ def kept_by_yarn(config: LlamaConfig, scaling: RopeScaling) -> NDArray[np.float6
     return np.clip(np.divide(last - places, last - first, dtype=np.float64), 0.0, 1.0)
 
 
-def rope_tables(config: LlamaConfig, positions: int) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+def rope_tables(
+    config: LlamaConfig, positions: int, local: bool = False
+) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
     """Cosine and sine tables, each [positions, rotary_size / 2] float32, times the scaling's attention factor. Angles
-    are computed in float64."""
+    are computed in float64. local: of layers with a base of their own, which is not scaled."""
+    if local and config.variant.local_theta is not None:
+        config = replace(config, rope_theta=config.variant.local_theta, rope_scaling=None)
     angles = np.outer(np.arange(positions, dtype=np.float64), inverse_frequencies(config))
     factor = 1.0 if config.rope_scaling is None else config.rope_scaling.attention_factor
     return (factor * np.cos(angles)).astype(np.float32), (factor * np.sin(angles)).astype(np.float32)

@@ -9,6 +9,7 @@ from typing import Any
 
 from ...models.config import LlamaConfig
 from ...models.errors import CheckpointError
+from ...models.families import family_of
 from ...models.fields import brief, token_ids
 from ...runtime.bundle.bundle import GENERATION
 from ...runtime.text.tokenizer import Tokenizer
@@ -18,8 +19,13 @@ from .packed import Dequantised, Layout
 from .qweight import AWQ, GPTQ, read_awq, read_gptq
 from .safetensors import Safetensors
 from .source import TensorSource, read_json
+from .views import GemmaTensors
 
 CONFIG = "config.json"
+SEEING = "Gemma3ForConditionalGeneration"
+SHARED = ("quantization_config", "bos_token_id", "eos_token_id", "tie_word_embeddings")  # settings beside text_config
+# transformers 4 left out what these settings are by default.
+TEXT_DEFAULTS = {"vocab_size": 262208, "num_attention_heads": 8, "max_position_embeddings": 131072}
 LAYOUTS: Mapping[str, Callable[[Mapping[str, Any]], Layout]]
 LAYOUTS = {AWQ: read_awq, GPTQ: read_gptq, METHOD: Compressed.read}
 
@@ -29,13 +35,18 @@ class HuggingFaceFolder:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        content = read_json(folder / CONFIG)
+        found = read_json(folder / CONFIG)
+        content = text_part(found)
         self.config = LlamaConfig.from_hf(content)
         self.tensors: TensorSource = Safetensors(folder)
         self.notes: tuple[str, ...] = ()
         if layout := layout_of(content):
             self.tensors = Dequantised(self.tensors, layout)
             self.notes = (f"its weights are {layout.name}, and are dequantised", *layout.notes)
+        if content is not found:
+            self.notes = ("of a model that sees, the part that reads text alone is built", *self.notes)
+        if family_of(content)[0].adds_one:
+            self.tensors = GemmaTensors(self.tensors, "language_model." if content is not found else "")
 
     def more_eos_ids(self) -> tuple[int, ...]:
         """The ids in generation_config.json, where chat models list several."""
@@ -48,6 +59,18 @@ class HuggingFaceFolder:
 
     def write_tokenizer(self, destination: Path) -> Tokenizer:
         return convert_tokenizer(self._folder, destination)
+
+
+def text_part(content: dict[str, Any]) -> dict[str, Any]:
+    """Of a Gemma 3 that sees, the config.json that its part for text would have; any other is returned as it is. Raises
+    CheckpointError."""
+    if content.get("architectures") != [SEEING]:
+        return content
+    text = content.get("text_config")
+    if not isinstance(text, dict):
+        raise CheckpointError(f"config.json: text_config must be an object, found {brief(text)}; copy the file again")
+    shared = {name: content[name] for name in SHARED if content.get(name) is not None}
+    return TEXT_DEFAULTS | text | shared | {"architectures": ["Gemma3ForCausalLM"]}
 
 
 def layout_of(config: Mapping[str, Any]) -> Layout | None:

@@ -70,6 +70,25 @@ class RowsOfTensors:
         return whole if whole is None or part is None else whole.rows(part.rows)
 
 
+class GemmaTensors:
+    """A TensorSource over another one, which stores norms' weights less 1. They are summed in fp32. prefix: of names
+    in the other source."""
+
+    def __init__(self, source: TensorSource, prefix: str) -> None:
+        self._source, self._prefix = source, prefix
+
+    def stored(self, name: str) -> Stored | None:
+        return self._source.stored(self._prefix + name)
+
+    def tensor(self, name: str) -> NDArray[Any]:
+        array = self._source.tensor(self._prefix + name)
+        return array.astype(np.float32) + np.float32(1) if name.endswith("norm.weight") else array
+
+    def blocks(self, name: str) -> Blocks | None:
+        """See BlockSource.blocks."""
+        return stored_blocks(self._source, self._prefix + name)
+
+
 def split(source: TensorSource, config: LlamaConfig) -> RowsOfTensors:
     """A source in which matrices that it lacks are read from the fused tensors that hold them."""
     return RowsOfTensors(source, fused_parts(config))

@@ -72,7 +72,9 @@ class DraftNetwork(torch.nn.Module):
         """States before the vocabulary projection [N, hidden_size], of the scored places in order."""
         mask = batch.mask()
 
-        def attention(layer: int, query: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
+        def attention(
+            layer: int, query: Tensor, keys: Tensor, values: Tensor, scale: float, window: int | None
+        ) -> Tensor:
             grouped = query.shape[1] != keys.shape[1]
             added = mask.to(query.dtype)
             return functional.scaled_dot_product_attention(query, keys, values, added, scale=scale, enable_gqa=grouped)

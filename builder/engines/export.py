@@ -20,12 +20,14 @@ from numpy.typing import NDArray
 from ...models import bindings
 from ...models.acceptance_head import TrainedHead
 from ...models.config import LlamaConfig
-from ...models.layers import Layer, Matrix, Norm, network_of, num_parameters
+from ...models.layers import GELU_CURVE, GELU_SLOPE, Layer, Matrix, Norm, network_of, num_parameters
 from ...models.rope import rope_tables
 from ...plugins.tree_attention import op
 from ..checkpoints.checkpoint import Checkpoint
 from ..quantization.formats import QuantizedCheckpoint
 from .graph import IR_VERSION, GraphWriter, dequantized, save
+
+WINDOW_MASK = "window_mask"  # of layers with a window; made in the graph
 
 
 def export(
@@ -79,17 +81,16 @@ class GraphBuilder(GraphWriter):
 
     def build(self, role: str) -> ir.Model:
         """The whole graph; inputs and outputs as `models/bindings.py` names them."""
-        config, network = self.config, self.network
+        network = self.network
         feeds = {item.name: self.input(item) for item in bindings.inputs(self.form)}
         caches: list[ir.Value] = []
         presents: list[ir.Value] = []
         hidden = self.node("Gather", "embed_tokens", [self.stored(network.embedding), feeds["input_ids"]], axis=0)
         hidden = self.scaled("embed_tokens/scaled", hidden, network.embedding_multiplier)
-        cosine, sine = rope_tables(config, self.positions)
-        rotary = [self.constant("rope.cos", cosine), self.constant("rope.sin", sine), feeds["position_ids"]]
+        feeds |= self.masks(feeds)
         for index, layer in enumerate(network.layers):
             past = [self.cache_input(bindings.past(kind, index), bindings.CACHE_SHAPE) for kind in bindings.KINDS]
-            attended, present = self.attention(index, layer, hidden, past, rotary, feeds)
+            attended, present = self.attention(index, layer, hidden, past, feeds)
             hidden = self.node("Add", f"layers.{index}/attention_residual", [hidden, attended])
             hidden = self.node("Add", f"layers.{index}/mlp_residual", [hidden, self.mlp(index, layer, hidden)])
             caches += past
@@ -105,14 +106,17 @@ class GraphBuilder(GraphWriter):
         if self.head is not None:
             outputs.append(self.acceptance(self.head, hidden))
         graph = ir.Graph(
-            [*feeds.values(), *caches],
+            [*(feeds[item.name] for item in bindings.inputs(self.form)), *caches],
             [*outputs, *presents],
             nodes=self.nodes,
             initializers=list(self.initializers.values()),
             opset_imports={"": op.OPSET} if self.form == bindings.ADDITIVE else {"": op.OPSET, op.DOMAIN: op.VERSION},
             name=role,
         )
-        functions = [] if self.form == bindings.ADDITIVE else [op.function(self.precision, self.capacity)]
+        windows = dict.fromkeys((self.window_of(layer) or 0) for layer in network.layers)
+        functions = [op.function(self.precision, self.capacity, each) for each in windows]
+        if self.form == bindings.ADDITIVE:
+            functions = []
         return ir.Model(graph, ir_version=IR_VERSION, producer_name="draftwood", functions=functions)
 
     def attention(
@@ -121,7 +125,6 @@ class GraphBuilder(GraphWriter):
         layer: Layer,
         hidden: ir.Value,
         past: Sequence[ir.Value],
-        rotary: Sequence[ir.Value],
         feeds: dict[str, ir.Value],
     ) -> tuple[ir.Value, list[ir.Value]]:
         """Tree attention over the cache; returns its output [B, T, hidden] and the two cache outputs."""
@@ -133,54 +136,84 @@ class GraphBuilder(GraphWriter):
             self.node("Transpose", f"{scope}/{name}_by_head", [rows], perm=[0, 2, 1, 3])
             for name, rows in zip(("query", "key", "value"), self.divided(f"{scope}/split", merged, heads), strict=True)
         )
-        if layer.query_norm is not None:
-            query = self.norm(f"{scope}/query_norm", layer.query_norm, query)
-        if layer.key_norm is not None:
-            key = self.norm(f"{scope}/key_norm", layer.key_norm, key)
+        query = self.norm(f"{scope}/query_norm", layer.query_norm, query)
+        key = self.norm(f"{scope}/key_norm", layer.key_norm, key)
         if layer.rotary_size:
-            query = self.rotated(f"{scope}/query_rotary", layer, query, rotary)
-            key = self.rotated(f"{scope}/key_rotary", layer, key, rotary)
+            query = self.rotated(f"{scope}/query_rotary", layer, query, feeds["position_ids"])
+            key = self.rotated(f"{scope}/key_rotary", layer, key, feeds["position_ids"])
         present = []
         for kind, cache, rows in zip(bindings.KINDS, past, (key, value), strict=True):
             written = self.node("TensorScatter", f"{scope}/{kind}_cache", [cache, rows, feeds["write_indices"]], axis=2)
             written.name = bindings.present(kind, index)
             written.type, written.shape = cache.type, cache.shape
             present.append(written)
-        attended = self.attend(f"{scope}/tree_attention", layer.attention_scale, query, present, feeds)
+        attended = self.attend(f"{scope}/tree_attention", layer, query, present, feeds)
         attended = self.node("Transpose", f"{scope}/merge_heads", [attended], perm=[0, 2, 1, 3])
         flat = self.constant("flat_heads", np.array([0, 0, layer.output.inputs]))
         attended = self.node("Reshape", f"{scope}/flatten", [attended, flat])
         output = self.linear(f"{scope}/o_proj", attended, layer.output)
+        output = self.norm(f"layers.{index}/output_norm", layer.output_norm, output)
         return self.scaled(f"{scope}/scaled", output, layer.residual_multiplier), present
 
-    def rotated(self, name: str, layer: Layer, heads: ir.Value, rotary: Sequence[ir.Value]) -> ir.Value:
+    def rotated(self, name: str, layer: Layer, heads: ir.Value, positions: ir.Value) -> ir.Value:
         """RoPE on the first numbers of each head. The operator takes 0 for all of them."""
         size = 0 if layer.rotary_size == self.config.head_dim else layer.rotary_size
-        return self.node("RotaryEmbedding", name, [heads, *rotary], rotary_embedding_dim=size)
+        tables = zip(("cos", "sin"), rope_tables(self.config, self.positions, layer.local), strict=True)
+        prefix = "local_rope" if layer.local else "rope"
+        rotary = [self.constant(f"{prefix}.{part}", table) for part, table in tables]
+        return self.node("RotaryEmbedding", name, [heads, *rotary, positions], rotary_embedding_dim=size)
+
+    def window_of(self, layer: Layer) -> int | None:
+        """The window of a layer; None where no text is longer."""
+        return None if layer.window is None or layer.window >= self.positions else layer.window
+
+    def masks(self, feeds: dict[str, ir.Value]) -> dict[str, ir.Value]:
+        """The additive mask of layers with a window, if there are any: the last `window` slots that a row sees, counted
+        from the end of the cache, whose slots ascend in the text."""
+        window = next(filter(None, map(self.window_of, self.network.layers)), None)
+        if window is None or self.form != bindings.ADDITIVE:
+            return {}
+        mask, masked = feeds["attention_mask"], self.constant("masked", np.array(bindings.MASKED))
+        unseen = self.node("Equal", "window/unseen", [mask, masked])
+        seen = self.node(
+            "Where", "window/seen", [unseen, *(self.constant(f"{each}", np.array(each)) for each in (0.0, 1.0))]
+        )
+        after = self.node("CumSum", "window/after", [seen, self.constant("slots", np.array(3))], reverse=1)
+        within = self.node("LessOrEqual", "window/within", [after, self.constant("window", np.array(float(window)))])
+        return {WINDOW_MASK: self.node("Where", "window/mask", [within, mask, masked])}
 
     def attend(
-        self, name: str, scale: float, query: ir.Value, present: Sequence[ir.Value], feeds: dict[str, ir.Value]
+        self, name: str, layer: Layer, query: ir.Value, present: Sequence[ir.Value], feeds: dict[str, ir.Value]
     ) -> ir.Value:
         """Attention of query [B, H, T, D] over the cache; returns [B, H, T, D]. The additive form uses the standard
         operator, the compact form ours."""
+        window, scale = self.window_of(layer), layer.attention_scale
         if self.form == bindings.ADDITIVE:
-            return self.node("Attention", name, [query, *present, feeds["attention_mask"]], scale=scale)
-        masks = [feeds["sequences"], feeds["tree_mask"]]
-        return self.node(op.NAME, name, [query, *present, *masks], domain=op.DOMAIN, scale=scale)
+            mask = feeds["attention_mask" if window is None else WINDOW_MASK]
+            return self.node("Attention", name, [query, *present, mask], scale=scale)
+        masks, kind = [feeds["sequences"], feeds["tree_mask"]], op.NAME if window is None else op.WINDOWED
+        return self.node(kind, name, [query, *present, *masks], domain=op.DOMAIN, scale=scale)
 
     def mlp(self, index: int, layer: Layer, hidden: ir.Value) -> ir.Value:
-        """down(silu(gate(x)) * up(x)), gate and up as one matrix."""
+        """down(silu(gate(x)) * up(x)), or the same with GELU, gate and up as one matrix."""
         scope = f"layers.{index}/mlp"
         normed = self.norm(f"layers.{index}/post_norm", layer.post_norm, hidden)
         merged = self.linear(f"{scope}/gate_up_proj", normed, layer.gate_up)
         gate, up = self.divided(f"{scope}/split", merged, np.ones(2, np.int64))
+        inner = gate
+        if layer.gelu:
+            curve, slope = (self.constant(f"gelu.{each}", np.array(each)) for each in (GELU_CURVE, GELU_SLOPE))
+            squared = self.node("Mul", f"{scope}/squared", [gate, gate])
+            inner = self.node("Add", f"{scope}/slope", [self.node("Mul", f"{scope}/curve", [squared, curve]), slope])
+            inner = self.node("Mul", f"{scope}/inner", [gate, inner])
         # ONNX Runtime fuses x * sigmoid(x), and decomposes the Swish operator.
-        sigmoid = self.node("Sigmoid", f"{scope}/sigmoid", [gate])
+        sigmoid = self.node("Sigmoid", f"{scope}/sigmoid", [inner])
         silu = self.node("Mul", f"{scope}/silu", [gate, sigmoid])
         gated = self.node("Mul", f"{scope}/gated", [silu, up])
         flat = self.constant("flat_gated", np.array([0, 0, layer.down.inputs]))
         gated = self.node("Reshape", f"{scope}/flatten", [gated, flat])
         down = self.linear(f"{scope}/down_proj", gated, layer.down)
+        down = self.norm(f"layers.{index}/down_norm", layer.down_norm, down)
         return self.scaled(f"{scope}/scaled", down, layer.residual_multiplier)
 
     def ranking(self, logits: ir.Value) -> list[ir.Value]:
@@ -219,8 +252,13 @@ class GraphBuilder(GraphWriter):
         groups = self.node("Reshape", f"{name}/groups", [rows, shape])
         return self.nodes_out("Split", name, [groups, sizes], len(counts), axis=2)
 
-    def norm(self, name: str, norm: Norm, hidden: ir.Value) -> ir.Value:
-        return self.node("RMSNormalization", name, [hidden, self.stored(norm)], axis=-1, epsilon=self.config.norm_eps)
+    def norm(self, name: str, norm: Norm | None, hidden: ir.Value) -> ir.Value:
+        """No node is added where there is no norm."""
+        return (
+            hidden
+            if norm is None
+            else self.node("RMSNormalization", name, [hidden, self.stored(norm)], axis=-1, epsilon=self.config.norm_eps)
+        )
 
     def scaled(self, name: str, rows: ir.Value, multiplier: float) -> ir.Value:
         """Multiply rows by a number. No node is added when the number is 1."""

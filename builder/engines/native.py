@@ -36,8 +36,10 @@ from ...runtime.engines.native.weights import (
     DTYPES,
     LAYOUT_KEY,
     METADATA,
+    ROPE,
     Stored,
     expected_tensors,
+    tables_of,
 )
 from ..parallel import in_parts
 from ..quantization.formats import Quantized, QuantizedCheckpoint, RoundedCheckpoint, Weights, widened
@@ -70,8 +72,10 @@ class Packer:
     def contents(self) -> dict[str, Read]:
         """Each tensor by its name, read when it is written."""
         network = network_of(self.config)
-        cosine, sine = rope_tables(self.config, self.positions)
-        contents: dict[str, Read] = {"cosine": lambda: cosine, "sine": lambda: sine}
+        contents: dict[str, Read] = {}
+        for local in tables_of(network):
+            tables = zip(ROPE[local], rope_tables(self.config, self.positions, local), strict=True)
+            contents |= {name: partial(np.copy, table) for name, table in tables}
         for layer in network.layers:
             contents |= {norm.name: self.vector([norm.weight]) for norm in layer.norms}
             for matrix in layer.matrices:

@@ -19,7 +19,7 @@ from ...models.errors import ConfigError
 from ...models.layers import network_of
 from ...models.llama import DecoderLayer, Rotary, causal, scaled
 from ...models.plain_files import read_plain
-from ...models.rope import rope_tables
+from ...models.rope import LOCAL, rope_tables
 from ...plugins.native.library import BLOCK, NativeLibrary, empty_codes
 from ...runtime.text.tokenizer import Tokenizer
 from ..parallel import in_parts
@@ -56,8 +56,10 @@ def calibrate(
     CheckpointError as the source does, KernelError and CompilerError."""
     network, config = network_of(view.config), view.config
     rounding = Rounding(rounding_kernels(), view.form)
-    tables = (torch.from_numpy(table) for table in rope_tables(config, windows.shape[1]))
-    rotary = Rotary._make(table[None, None] for table in tables)
+    rotary = [
+        Rotary._make(torch.from_numpy(table)[None, None] for table in rope_tables(config, windows.shape[1], local))
+        for local in LOCAL
+    ]
     rows = torch.from_numpy(view.tensor(network.embedding.weights[0])[windows])
     rows = scaled(rows, network.embedding_multiplier)
     with torch.inference_mode():

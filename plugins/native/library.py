@@ -17,7 +17,7 @@ from .packing import GROUPS, PANEL
 from .processor import KernelError, available
 from .residual import Offers, Row, bind_residual
 
-INTERFACE = 15  # what these structures say, as kernels/engine.h has it: one more with every change of either
+INTERFACE = 16  # what these structures say, as kernels/engine.h has it: one more with every change of either
 FORMATS = ("fp32", "fp16", "bf16", "int8", "int6", "int5", "int4")  # `enum format`, by precision
 NO_MEMORY = 1
 REFUSALS = {  # of draftwood_forward
@@ -67,8 +67,9 @@ class Layer(Structure):
 
     _fields_ = [
         *((name, c_void_p) for name in ("input_norm", "post_norm", "query_norm", "key_norm")),
+        *((name, c_void_p) for name in ("output_norm", "down_norm", "cosine", "sine")),
         *((name, Matrix) for name in ("qkv", "output", "gate_up", "down")),
-        ("pairs", c_int32),
+        *((name, c_int32) for name in ("pairs", "local")),
     ]
 
 
@@ -78,7 +79,10 @@ class Model(Structure):
     _fields_ = [
         *(
             (name, c_int32)
-            for name in ("vocab", "hidden", "inner", "layers", "heads", "kv_heads", "head_dim", "positions", "blocks")
+            for name in (
+                *("vocab", "hidden", "inner", "layers", "heads", "kv_heads", "head_dim", "positions", "blocks"),
+                *("window", "gelu"),
+            )
         ),
         *(
             (name, c_float)
@@ -87,7 +91,7 @@ class Model(Structure):
                 *("residual_multiplier", "logits_multiplier", "embedding_multiplier"),
             )
         ),
-        *((name, c_void_p) for name in ("norm", "cosine", "sine", "odds")),
+        *((name, c_void_p) for name in ("norm", "odds")),
         ("layer", POINTER(Layer)),
         ("block", POINTER(Matrix)),
         ("head", Matrix),

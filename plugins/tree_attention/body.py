@@ -14,7 +14,7 @@ import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
 
-from .op import DOMAIN, INPUTS, NAME, OPSET, SequenceRow
+from .op import DOMAIN, INPUTS, NAME, OPSET, WINDOWED, SequenceRow
 
 DTYPES = {"fp32": ir.DataType.FLOAT, "fp16": ir.DataType.FLOAT16, "bf16": ir.DataType.BFLOAT16}
 
@@ -22,9 +22,9 @@ DTYPES = {"fp32": ir.DataType.FLOAT, "fp16": ir.DataType.FLOAT16, "bf16": ir.Dat
 class FunctionBuilder:
     """Builds the local function of one precision and capacity."""
 
-    def __init__(self, precision: str, capacity: int) -> None:
+    def __init__(self, precision: str, capacity: int, window: int) -> None:
         self.precision = precision
-        self.capacity = capacity
+        self.capacity, self.window = capacity, window
         self.nodes: list[ir.Node] = []
         self.scale = ir.RefAttr("scale", "scale", ir.AttributeType.FLOAT)
 
@@ -41,7 +41,8 @@ class FunctionBuilder:
         output = self.zero_blind_rows(attended, visible)
         output.name = "output"
         graph = ir.Graph(inputs, [output], nodes=self.nodes, opset_imports={"": OPSET}, name=NAME)
-        return ir.Function(DOMAIN, NAME, graph=graph, attributes=[ir.Attr("scale", ir.AttributeType.FLOAT, None)])
+        name = WINDOWED if self.window else NAME
+        return ir.Function(DOMAIN, name, graph=graph, attributes=[ir.Attr("scale", ir.AttributeType.FLOAT, None)])
 
     def visible(self, sequences: ir.Value, tree_mask: ir.Value) -> ir.Value:
         """[1, T, C], bool: each row's committed slots, and the compact mask at the slots of its columns.
@@ -51,19 +52,37 @@ class FunctionBuilder:
         zero, one = self.constant("zero", np.int32(0)), self.constant("one", np.int32(1))
         slots = self.constant("slots", np.arange(self.capacity, dtype=np.int32))
         first_slot, length, tree_slot = self.of_each_row(sequences, tree_mask, slots)  # [T, 1]
+        numbers = self.cast(tree_mask, ir.DataType.INT32, "mask_int32")
         ahead = self.node("Sub", [slots, first_slot], "slots_from_first")  # [T, C]
         begun = self.node("GreaterOrEqual", [ahead, zero], "not_before_first")
+        if self.window:
+            numbers, seen = self.in_window(numbers)
+            beyond = self.node("Sub", [self.node("Add", [length, seen], "rows_seen"), self.window_size()], "beyond")
+            begun = self.node("And", [begun, self.node("GreaterOrEqual", [ahead, beyond], "near")], "begun_and_near")
         committed = self.node("And", [begun, self.node("Less", [ahead, length], "before_end")], "committed")
         relative = self.node("Sub", [slots, tree_slot], "relative_slot")  # [T, C]
         columns = self.node("Shape", [tree_mask], "columns", [ir.AttrInt64("start", 2), ir.AttrInt64("end", 3)])
         last = self.node("Sub", [self.cast(columns, ir.DataType.INT32, "columns_int32"), one], "last_column")
         column = self.node("Min", [self.node("Max", [relative, zero], "not_committed"), last], "column")
         speculative = self.node("Equal", [relative, column], "speculative")
-        numbers = self.cast(tree_mask, ir.DataType.INT32, "mask_int32")
         column = self.node("Unsqueeze", [column, self.integers([0])], "column_of_batch")
         seen = self.node("GatherElements", [numbers, column], "gathered", [ir.AttrInt64("axis", 2)])
         seen = self.node("And", [self.cast(seen, ir.DataType.BOOL, "seen"), speculative], "seen_speculative")
         return self.node("Or", [committed, seen], "visible")
+
+    def window_size(self) -> ir.Value:
+        return self.constant("window", np.int32(self.window))
+
+    def in_window(self, numbers: ir.Value) -> tuple[ir.Value, ir.Value]:
+        """The mask's numbers [1, T, S] that a window leaves, the last ones of each row, and how many a row had before,
+        [T, 1]."""
+        wide = self.cast(numbers, ir.DataType.FLOAT, "mask_fp32")  # TensorRT sums no integers
+        axis, reverse = self.constant("mask_axis", np.int64(2)), [ir.AttrInt64("reverse", 1)]
+        after = self.cast(self.node("CumSum", [wide, axis], "after", reverse), ir.DataType.INT32, "after_int32")
+        near = self.node("LessOrEqual", [after, self.window_size()], "in_window")
+        kept = self.node("Mul", [numbers, self.cast(near, ir.DataType.INT32, "in_window_int32")], "mask_in_window")
+        seen = self.node("ReduceSum", [numbers, self.integers([2])], "columns_seen", [ir.AttrInt64("keepdims", 1)])
+        return kept, self.node("Squeeze", [seen, self.integers([0])], "columns_seen_of_row")
 
     def of_each_row(self, sequences: ir.Value, tree_mask: ir.Value, slots: ir.Value) -> tuple[ir.Value, ...]:
         """The three numbers of each row's sequence in `sequences`, without `first_row`: each [T, 1], int32."""

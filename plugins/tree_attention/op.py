@@ -22,6 +22,7 @@ if TYPE_CHECKING:  # running an engine needs only the names
     import onnx_ir as ir
 
 DOMAIN, NAME, VERSION = "draftwood", "TreeAttention", 1
+WINDOWED = "WindowAttention"  # the same over the last slots that a row sees, as many as its body says; has no kernel
 OPSET = 24  # TensorScatter and Attention with an explicit mask over a cache
 INPUTS = ("query", "key", "value", "sequences", "tree_mask")
 PRECISIONS = ("fp32", "fp16", "bf16")
@@ -37,10 +38,11 @@ class SequenceRow(NamedTuple):
     tree_slot: int
 
 
-def function(precision: str, capacity: int) -> ir.Function:
-    """The body for caches of `capacity` slots (the axis C). Raises ValueError for an unknown precision."""
+def function(precision: str, capacity: int, window: int = 0) -> ir.Function:
+    """The body for caches of `capacity` slots (the axis C). window: that of WINDOWED; 0 for NAME. Raises ValueError for
+    an unknown precision."""
     from .body import FunctionBuilder
 
     if precision not in PRECISIONS:
         raise ValueError(f"precision {precision!r} is unknown; choose one of {', '.join(PRECISIONS)}")
-    return FunctionBuilder(precision, capacity).build()
+    return FunctionBuilder(precision, capacity, window).build()

@@ -137,8 +137,12 @@ def check_model(role: str, model: LlamaConfig) -> None:
     require(0 < model.norm_eps <= MAX_NUMBER, f"the {role}'s norm_eps is {model.norm_eps}")
     require(model.rope_theta > 0, f"the {role}'s rope_theta is {model.rope_theta}")
     variant, rotary_size = model.variant, model.rotary_size
-    indices = variant.layers_without_rope
-    require(ascending(indices) and set(indices) <= set(range(model.num_layers)), f"the {role} has no layers {indices}")
+    for indices in (variant.layers_without_rope, variant.full_layers):
+        known = ascending(indices) and set(indices) <= set(range(model.num_layers))
+        require(known, f"the {role} has no layers {indices}")
+    require(
+        variant.local_theta is None or variant.local_theta > 0, f"the {role}'s local_theta is {variant.local_theta}"
+    )
     require(2 <= rotary_size <= model.head_dim and rotary_size % 2 == 0, f"the {role}'s rotary_size is {rotary_size}")
     scale = 1.0 if variant.attention_multiplier is None else variant.attention_multiplier
     multipliers = (variant.embedding_multiplier, scale, variant.residual_multiplier, variant.logits_multiplier)

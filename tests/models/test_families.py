@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 from families import read, reference, rope
 
 from draftwood.models.config import LlamaConfig
 from draftwood.models.errors import CheckpointError
 from draftwood.models.families import FAMILIES, Variant
+from draftwood.models.rope import rope_tables
 
 OF_ANY_FILE: dict[str, Any] = {
     "attention_dropout": 0.0,
@@ -41,18 +43,26 @@ def test_what_a_file_leaves_out_is_what_transformers_takes(architecture: str) ->
     assert FAMILIES[architecture].model_type == expected.model_type
     assert found.num_kv_heads == expected.num_key_value_heads
     assert found.head_dim == (getattr(expected, "head_dim", None) or 320 // 32)
-    assert (found.norm_eps, found.rope_theta) == (expected.rms_norm_eps, expected.rope_parameters["rope_theta"])
+    rope = expected.rope_parameters.get("full_attention", expected.rope_parameters)
+    assert (found.norm_eps, found.rope_theta) == (expected.rms_norm_eps, rope["rope_theta"])
     assert found.tie_embeddings == expected.tie_word_embeddings
     assert found.attention_bias == getattr(expected, "attention_bias", False)
     variant = found.variant
     with_rope = getattr(expected, "no_rope_layers", [1] * 30)
     assert variant.layers_without_rope == tuple(index for index in range(30) if not with_rope[index])
-    assert (variant.qkv_bias, variant.qk_norm) == ("Qwen2" in architecture, "Qwen3" in architecture)
-    assert variant.embedding_multiplier == getattr(expected, "embedding_multiplier", 1)
-    assert variant.attention_multiplier == getattr(expected, "attention_multiplier", None)
+    gemma = architecture == GEMMA
+    assert (variant.qkv_bias, variant.qk_norm) == ("Qwen2" in architecture, gemma or "Qwen3" in architecture)
+    assert variant.embedding_multiplier == (320**0.5 if gemma else getattr(expected, "embedding_multiplier", 1))
+    assert variant.attention_multiplier == (1 / 16 if gemma else getattr(expected, "attention_multiplier", None))
+    assert variant.local_theta == (1e4 if gemma else None)
     layers = getattr(expected, "layer_types", ["sliding_attention"] * 30)
     slides = getattr(expected, "sliding_window", None) is not None and "sliding_attention" in layers
     assert variant.window == (expected.sliding_window if slides else None)
+    assert variant.full_layers == (full(layers) if slides else ())
+
+
+def full(layers: list[str]) -> tuple[int, ...]:
+    return tuple(index for index, kind in enumerate(layers) if kind == "full_attention")
 
 
 @pytest.mark.parametrize(
@@ -69,16 +79,18 @@ def test_what_a_file_leaves_out_is_what_transformers_takes(architecture: str) ->
         ("SmolLM3ForCausalLM", {"sliding_window": 50}),
         ("SmolLM3ForCausalLM", {"sliding_window": 50, "use_sliding_window": True}),
         ("SmolLM3ForCausalLM", {"sliding_window": 50, "use_sliding_window": True, "no_rope_layers": [1] * 30}),
+        ("Gemma3ForCausalLM", {"sliding_window": 50, "sliding_window_pattern": 4}),
+        ("Gemma3ForCausalLM", {"layer_types": ["full_attention"] * 30}),
     ],
 )
 def test_a_window_counts_where_a_layer_slides(architecture: str, fields: dict[str, Any]) -> None:
-    """A context no longer than the window is full attention, and a longer one is not built."""
+    """And does not limit the context."""
     expected, found = reference(architecture, **fields), read(architecture, **fields)
     layers = getattr(expected, "layer_types", ["sliding_attention"])
     window = expected.sliding_window if "sliding_attention" in layers else None
     assert found.variant.window == window
-    assert found.longest == (96 if window is None else min(96, window))
-    assert ("sliding window" in found.limits) == (window is not None)
+    assert found.variant.full_layers == (() if window is None else full(layers))
+    assert found.longest == 96
 
 
 def test_settings_that_change_nothing_are_read_past() -> None:
@@ -90,6 +102,23 @@ def test_settings_that_change_nothing_are_read_past() -> None:
     assert plain.variant == Variant() and plain.limits == {"context": 96}
 
 
+GEMMA, NESTED = "Gemma3ForCausalLM", "rope_parameters"
+FULL_ATTENTION = {"rope_type": "linear", "factor": 8.0, "rope_theta": 5e5}
+
+
+def test_gemma_has_two_kinds_of_rotary_tables_in_either_spelling() -> None:
+    older: dict[str, Any] = {"rope_theta": 5e5, "rope_local_base_freq": 500.0, "_sliding_window_pattern": 6}
+    older |= {"rope_scaling": {"rope_type": "linear", "factor": 8.0}}
+    newer = {NESTED: {"full_attention": FULL_ATTENTION, "sliding_attention": {"rope_theta": 500.0}}}
+    found = read(GEMMA, **newer)
+    assert found == read(GEMMA, **older)
+    assert found.rope_scaling is not None and found.variant.local_theta == 500.0
+    (cosine, _), (local, _) = (rope_tables(found, 8, local) for local in (False, True))
+    assert not np.allclose(cosine, local)
+    plain = rope_tables(read("LlamaForCausalLM", head_dim=256, rope_theta=500.0), 8)[0]
+    np.testing.assert_array_equal(local, plain)
+
+
 SMOL, PHI, QWEN, GRANITE = "SmolLM3ForCausalLM", "Phi3ForCausalLM", "Qwen2ForCausalLM", "GraniteForCausalLM"
 PARTIAL, LAYERS = "partial_rotary_factor", "no_rope_layers"
 
@@ -98,8 +127,8 @@ PARTIAL, LAYERS = "partial_rotary_factor", "no_rope_layers"
     ("architecture", "fields", "named"),
     [
         *(
-            (name, {"hidden_act": "gelu"}, f"hidden_act 'gelu' is not supported; {name} uses 'silu'")
-            for name in FAMILIES
+            (name, {"hidden_act": "gelu"}, f"hidden_act 'gelu' is not supported; {name} uses '{family.activation}'")
+            for name, family in FAMILIES.items()
         ),
         *((name, {"model_type": "bert"}, f"model_type 'bert' is not that of {name}") for name in FAMILIES),
         *((name, {"q_lora_rank": 8}, f"'q_lora_rank' is not a setting of {name}: remove it if") for name in FAMILIES),
@@ -112,6 +141,7 @@ PARTIAL, LAYERS = "partial_rotary_factor", "no_rope_layers"
         *(
             (name, {"layer_types": ["sliding_attention"] * 30}, "layer_types (must list full|has sliding_attention)")
             for name in FAMILIES
+            if name != GEMMA
         ),
         ("MixtralForCausalLM", {}, f"'MixtralForCausalLM' is not supported; this project runs {', '.join(FAMILIES)}"),
         ("LlamaForCausalLM", {"sliding_window": 8}, "'sliding_window' is not a setting of Llama"),
@@ -149,6 +179,16 @@ PARTIAL, LAYERS = "partial_rotary_factor", "no_rope_layers"
         (PHI, {"full_attn_mod": 2}, "full_attn_mod 2 is not supported; 1 is"),
         (PHI, {"interpolate_factor": 2}, "interpolate_factor 2 is not supported; 1 is"),
         (PHI, {"lm_head_bias": True}, "'lm_head_bias' is not a setting of Phi3"),
+        (GEMMA, {"hidden_activation": "gelu"}, "hidden_activation 'gelu' is not supported; Gemma3ForCausalLM uses"),
+        (GEMMA, {"final_logit_softcapping": 30.0}, "final_logit_softcapping 30.0 is not supported; null is"),
+        (GEMMA, {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping 50.0 is not supported; null is"),
+        (GEMMA, {"use_bidirectional_attention": True}, "'use_bidirectional_attention' is not a setting of Gemma3"),
+        (GEMMA, {"query_pre_attn_scalar": 0}, "query_pre_attn_scalar must be a positive number"),
+        (GEMMA, {"rope_local_base_freq": -1}, "rope_local_base_freq must be a positive number"),
+        (GEMMA, {"sliding_window_pattern": 0}, "sliding_window_pattern must be a positive integer"),
+        (GEMMA, {NESTED: {"full_attention": FULL_ATTENTION, "linear": {}}}, "rope_parameters must have an object for"),
+        (GEMMA, {NESTED: {"sliding_attention": FULL_ATTENTION}}, "rope scaling of sliding_attention, or beside"),
+        (GEMMA, {NESTED: {"full_attention": {PARTIAL: 0.5}}}, f"{PARTIAL} 0.5 is not supported for {GEMMA}; 1 is"),
         (SMOL, {LAYERS: [1, 0]}, f"{LAYERS} must list a 1 or a 0 for each of 30 layers"),
         (SMOL, {LAYERS: [2] * 30}, f"{LAYERS} must list a 1 or a 0"),
         (SMOL, {LAYERS: "1" * 30}, f"{LAYERS} must list a 1 or a 0"),
@@ -184,7 +224,7 @@ PUBLISHED: dict[str, tuple[str, dict[str, Any], int, Variant]] = {
     "Mistral 7B v0.1": (
         "MistralForCausalLM",
         sizes(32000, 4096, 14336, 32, 32, 8, 32768) | {"sliding_window": 4096, "rope_theta": 10000.0},
-        4096,
+        32768,
         Variant(window=4096),
     ),
     "Qwen2.5 7B with YaRN as its page says": (
@@ -233,6 +273,25 @@ PUBLISHED: dict[str, tuple[str, dict[str, Any], int, Variant]] = {
         | {"partial_rotary_factor": 0.75, "sliding_window": 262144, "tie_word_embeddings": True},
         4096,
         Variant(rotary_size=96, window=262144),
+    ),
+    "Gemma 3 1B": (
+        "Gemma3ForCausalLM",
+        sizes(262144, 1152, 6912, 26, 4, 1, 32768)
+        | {"head_dim": 256, "hidden_activation": "gelu_pytorch_tanh", "cache_implementation": "hybrid"}
+        | {"attn_logit_softcapping": None, "final_logit_softcapping": None, "query_pre_attn_scalar": 256}
+        | {"rope_local_base_freq": 10000, "rope_scaling": None, "rope_theta": 1000000, "sliding_window": 512}
+        | {"sliding_window_pattern": 6, "hidden_act": "gelu_pytorch_tanh"},
+        32768,
+        Variant(
+            qk_norm=True,
+            embedding_multiplier=1152**0.5,
+            attention_multiplier=1 / 16,
+            window=512,
+            full_layers=(5, 11, 17, 23),
+            local_theta=10000.0,
+            output_norms=True,
+            gelu=True,
+        ),
     ),
 }
 

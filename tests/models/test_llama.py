@@ -100,6 +100,7 @@ VARIANTS = [
     Variant(qk_norm=True),
     Variant(qkv_bias=True),
     Variant(layers_without_rope=(1,)),
+    Variant(window=8, full_layers=(1,), local_theta=50.0, output_norms=True, gelu=True),
     Variant(embedding_multiplier=6.0, attention_multiplier=0.2, residual_multiplier=0.4, logits_multiplier=0.5),
 ]
 
@@ -118,7 +119,7 @@ def test_a_variant_survives_json_and_a_llama_has_none(variant: Variant) -> None:
             read(config.to_dict() | {"variant": content})
 
 
-@pytest.mark.parametrize("shape", [*SHAPES, "Qwen2", "Qwen3", "SmolLM3", "Granite"])
+@pytest.mark.parametrize("shape", [*SHAPES, "Qwen2", "Qwen3", "SmolLM3", "Granite", "Gemma3"])
 def test_every_tensor_belongs_to_one_part(shape: str, tmp_path: Path) -> None:
     """What transformers wrote, no tensor more, none fewer and none twice; but a tied head is the embedding."""
     folder = write_checkpoint(tmp_path, shape) if shape in SHAPES else write_family(tmp_path, shape)
@@ -136,9 +137,10 @@ def test_every_tensor_belongs_to_one_part(shape: str, tmp_path: Path) -> None:
 
 
 def test_the_structures_of_the_kernels_have_the_order_of_the_description() -> None:
-    layer = layer_of(replace(LLAMA, variant=Variant(qk_norm=True)), 0)
+    layer = layer_of(replace(LLAMA, variant=Variant(qk_norm=True, output_norms=True)), 0)
+    others = ("cosine", "sine", "pairs", "local")
     names = [norm.name for norm in layer.norms] + [matrix.name for matrix in layer.matrices]
-    assert names == [f"layers.0.{name}" for name, *_ in library.Layer._fields_ if name != "pairs"]
+    assert names == [f"layers.0.{name}" for name, *_ in library.Layer._fields_ if name not in others]
 
 
 YARN = RopeScaling("yarn", 4.0, original_max_position=64)

@@ -3,6 +3,7 @@ family's config.json may say."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -10,10 +11,18 @@ import numpy as np
 import torch
 import transformers
 from checkpoints import VOCAB_SIZE, scale, write_tokenizer
+from native_parts import open_native, spec_of
 from numpy.typing import NDArray
 
+from benchmarks.tools.torch_engine import TorchEngine
+from draftwood.builder.checkpoints.checkpoint import Checkpoint
+from draftwood.builder.engines.export import export
+from draftwood.models import bindings
 from draftwood.models.config import LlamaConfig
+from draftwood.runtime.engines.base import Runner
+from draftwood.runtime.engines.onnx.onnxruntime import OnnxRuntimeEngine
 
+WIDTHS, CAPACITY = (1, 2, 4, 8, 16, 32), 128  # of the engines
 ORIGINAL = 24  # tokens of the context before it was scaled: texts reach beyond it where tables do not change
 
 
@@ -49,6 +58,19 @@ def rope(kind: str, **fields: Any) -> dict[str, Any]:
 
 YARN = rope("yarn", factor=8.0, original_max_position_embeddings=ORIGINAL, beta_fast=4.0)
 FACTORS = {"short_factor": [1.0, 1.5, 2.0], "long_factor": [4.0, 5.0, 6.0]}
+# Windows end within the texts; the global layers are scaled, the local ones have a base of their own.
+GEMMA: dict[str, Any] = {
+    "num_hidden_layers": 3,
+    "sliding_window": 16,
+    "sliding_window_pattern": 2,
+    "query_pre_attn_scalar": 6,
+    "tie_word_embeddings": True,
+    "final_logit_softcapping": None,
+    "rope_parameters": {
+        "full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 700.0},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 50.0},
+    },
+}
 CASES = {
     "Llama": Case("Llama", {}),
     "Llama, biases": Case("Llama", {"attention_bias": True, "mlp_bias": True}),
@@ -62,10 +84,10 @@ CASES = {
     "Llama, dynamic": Case("Llama", rope("dynamic", factor=4.0)),
     "Llama, YaRN": Case("Llama", YARN),
     "Mistral": Case("Mistral", {"sliding_window": None}),
-    "Mistral, window": Case("Mistral", {"sliding_window": 192}),
+    "Mistral, window": Case("Mistral", {"sliding_window": 20}),
     "Qwen2": Case("Qwen2", {"tie_word_embeddings": True}),
     "Qwen2, YaRN": Case("Qwen2", YARN),
-    "Qwen2, window": Case("Qwen2", {"use_sliding_window": True, "sliding_window": 192, "max_window_layers": 1}),
+    "Qwen2, window": Case("Qwen2", {"use_sliding_window": True, "sliding_window": 20, "max_window_layers": 1}),
     "Qwen3": Case("Qwen3", {}),
     "Qwen3, biases": Case("Qwen3", {"attention_bias": True}),
     "SmolLM3": Case("SmolLM3", {"no_rope_layer_interval": 2, "tie_word_embeddings": True}),
@@ -76,7 +98,9 @@ CASES = {
         | {"tie_word_embeddings": True},
     ),
     "Phi3": Case("Phi3", {}),
+    "Phi3, window": Case("Phi3", {"sliding_window": 20}),
     "Phi3, partial rotation": Case("Phi3", rope("default", partial_rotary_factor=0.6)),
+    "Gemma3": Case("Gemma3", GEMMA),
     "Phi3, longrope": Case(
         "Phi3",
         {"head_dim": 6, "hidden_size": 36, "original_max_position_embeddings": 192}
@@ -100,7 +124,7 @@ def write_family(folder: Path, name: str, noise: float = 0.0, **overrides: Any) 
     """A checkpoint folder of CASES with a tokenizer of VOCAB_SIZE tokens; returns it. noise: what is added to weights
     that are otherwise the same each time, as a share of their deviation: a draft that often agrees."""
     case = CASES[name]
-    config = getattr(transformers, f"{case.family}Config")(**SHAPE | case.fields | overrides)
+    config = config_class(case.family)(**SHAPE | case.fields | overrides)
     model = getattr(transformers, f"{case.family}ForCausalLM")(config)
     generator, other = (torch.Generator().manual_seed(seed) for seed in (0, 1))
     with torch.no_grad():
@@ -110,6 +134,19 @@ def write_family(folder: Path, name: str, noise: float = 0.0, **overrides: Any) 
             weight += noise * torch.empty_like(weight).normal_(0, deviation, generator=other)
     model.save_pretrained(folder)
     return write_tokenizer(folder)
+
+
+def opened(backend: str, checkpoint: Checkpoint, folder: Path) -> Runner:
+    """One role's engine in fp32; of TensorRT, what ONNX Runtime computes of its graph."""
+    spec = spec_of(checkpoint, bindings.TARGET, "fp32", WIDTHS, CAPACITY)
+    if backend == "native":
+        return open_native(checkpoint, spec, folder)
+    form = bindings.COMPACT if backend == "tensorrt-rtx" else bindings.ADDITIVE
+    spec = replace(spec, backend="onnxruntime", outputs=bindings.output_names(bindings.TARGET, form=form))
+    if backend == "torch":
+        return TorchEngine(checkpoint.tensor, spec)
+    export(checkpoint, bindings.TARGET, CAPACITY, folder / "target.onnx", lambda name: None, form=form)
+    return OnnxRuntimeEngine(folder / "target.onnx", spec)
 
 
 def expected_logits(folder: Path, tokens: NDArray[np.int64]) -> NDArray[np.float32]:
@@ -138,4 +175,9 @@ def read(architecture: str, **fields: Any) -> LlamaConfig:
 
 def reference(architecture: str, **fields: Any) -> Any:
     """LEAST and some fields, as transformers reads them: its configuration."""
-    return getattr(transformers, architecture.replace("ForCausalLM", "Config"))(**LEAST, **fields)
+    return config_class(architecture.removesuffix("ForCausalLM"))(**LEAST, **fields)
+
+
+def config_class(family: str) -> Any:
+    """Gemma3Config is that of the model that sees."""
+    return getattr(transformers, f"{family}Config" if family != "Gemma3" else "Gemma3TextConfig")

@@ -13,6 +13,9 @@ from gguf import GGMLQuantizationType as Kind
 from numpy.typing import NDArray
 from safetensors.numpy import load_file
 
+from draftwood.builder.checkpoints.gguf.config import config_of
+from draftwood.builder.checkpoints.gguf.header import Metadata, Tensor
+
 # Bytes of a block at which an fp16 scale lies, for types that the gguf package reads and does not write.
 SCALES = {Kind.Q2_K: (80, 82), Kind.Q3_K: (108,), Kind.Q4_K: (0, 2), Kind.Q5_K: (0, 2), Kind.Q6_K: (208,)}
 SCALES |= {Kind.IQ4_NL: (0,), Kind.IQ4_XS: (0,)}
@@ -90,6 +93,8 @@ def gguf_tensors(
     heads = {"q_proj": config["num_attention_heads"], "k_proj": config["num_key_value_heads"]}
     for seed, (name, array) in enumerate(load_file(folder / "model.safetensors").items()):
         module = name.split(".")[-2]
+        if architecture == "gemma3" and module.endswith("norm"):
+            array = array + 1  # as llama.cpp's converter does
         if architecture in PERMUTED and module in heads:
             array = permuted(array, heads[module])
         mapped = names.get_name(name, try_suffixes=(".weight", ".bias"))
@@ -124,6 +129,7 @@ def llama3_divisors(config: dict[str, Any]) -> NDArray[np.float32]:
 
 def add_settings(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
     rope = config.get("rope_parameters") or {}
+    rope = rope.get("full_attention", rope)
     writer.add_context_length(config["max_position_embeddings"])
     writer.add_embedding_length(config["hidden_size"])
     writer.add_block_count(config["num_hidden_layers"])
@@ -175,3 +181,24 @@ def edited(key: str, value: str | int | float | list[Any] | None) -> Callable[[g
             getattr(writer, f"add_{kinds[type(value)]}")(key, value)
 
     return edit
+
+
+def settings_of(
+    folder: Path, rope: dict[str, Any], arrays: dict[str, int], name: str = "llama", **more: Any
+) -> dict[str, Any]:
+    """What a config.json would say. rope: by keys after "rope."; arrays: by name, their lengths; of ones."""
+    values: dict[str, Any] = {
+        "embedding_length": 32,
+        "attention.head_count": 4,
+        "feed_forward_length": 48,
+        "block_count": 1,
+        "context_length": 4096,
+        "attention.layer_norm_rms_epsilon": 1e-5,
+        **{f"rope.{key}": value for key, value in rope.items()},
+        **more,
+    }
+    values = {f"{name}.{key}": value for key, value in values.items()} | {"general.architecture": name}
+    tensors = {"token_embd.weight": Tensor(folder / "model.gguf", (8, 32), Kind.F32, 0, 1024)}
+    factors = {array: np.ones(length, np.float32) for array, length in arrays.items()}
+    found: dict[str, Any] = config_of(Metadata(folder, values), tensors, factors)
+    return found

@@ -114,9 +114,10 @@ int main(void) {
         {33, 34, 18, 2, 6, 2, 18, 300, 2, FP16, 7, 1, FP16}, {16, 32, 16, 1, 8, 1, 16, 300, 0, BF16, 8, 0, FP32},
         {95, 64, 64, 2, 4, 2, 16, 300, 3, INT8, 8, 1, FP16}, {31, 96, 32, 1, 32, 1, 2, 300, 0, INT4, 1, 0, INT8},
         {71, 48, 80, 2, 6, 3, 40, 200, 1, FP32, 20, 1, FP32}, {71, 48, 80, 2, 6, 3, 40, 200, 0, FP32, 20, 0, INT8},
+        {15, 64, 64, 2, 4, 2, 16, 300, 0, INT4, 8, 1, FP16, 19},
     };
     for (int format = FP32; format <= INT4; format++) digest_products(format);
-    for (int at = 0; at < 8; at++) digest_passes(shapes[at], 18, 256);
+    for (int at = 0; at < 9; at++) digest_passes(shapes[at], 18, 256);
     for (int size = 1; size < 1000; size = size * 3 + 7) digest_sampling(size);
     digest_rounding(37, 3), digest_rounding(19, 1);
     return 0;

@@ -49,8 +49,9 @@ static void free_matrix(struct matrix matrix) {
 struct shape {
     int vocab, hidden, inner, layers, heads, kv_heads, head_dim, positions, blocks;
     enum format format;
-    int pairs, normed; /* pairs: that rotate, in every other layer; normed: whether heads are */
+    int pairs, normed; /* pairs: that rotate, in every other layer; normed: whether heads and what layers add are */
     enum format stored; /* keys and values */
+    int window; /* of every other layer; with GELU */
 };
 
 static struct cache cache_of(struct shape shape, int capacity) {
@@ -69,24 +70,26 @@ static void free_cache(struct cache cache) {
 
 static struct model model_of(struct shape shape) {
     struct model model = {shape.vocab, shape.hidden, panels_of(shape.inner) * LANES, shape.layers, shape.heads,
-                          shape.kv_heads, shape.head_dim, shape.positions, shape.blocks, 1e-5f, 0.5f,
-                          0.25f, 0.5f, 2, 1.5f, 0, 0, 0, 0, 0, 0, {0}, {0}};
+                          shape.kv_heads, shape.head_dim, shape.positions, shape.blocks, shape.window,
+                          shape.window > 0, 1e-5f, 0.5f, 0.25f, 0.5f, 2, 1.5f, 0, 0, 0, 0, {0}, {0}};
     const int query = shape.heads * shape.head_dim, key = shape.kv_heads * shape.head_dim;
     const int whole = panels_of(shape.hidden) * LANES, head = panels_of(shape.head_dim) * LANES;
     model.embedding = matrix_of(shape.vocab, shape.hidden, shape.format, 0);
     model.norm = numbers(whole);
-    model.cosine = numbers((size_t)shape.positions * shape.pairs);
-    model.sine = numbers((size_t)shape.positions * shape.pairs);
+    const float *cosine = numbers((size_t)shape.positions * shape.pairs);
+    const float *sine = numbers((size_t)shape.positions * shape.pairs);
     model.odds = shape.blocks ? numbers(whole) : NULL;
     struct layer *layers = malloc(shape.layers * sizeof *layers);
     for (int index = 0; index < shape.layers; index++)
         layers[index] = (struct layer){numbers(whole), numbers(whole),
                                        shape.normed ? numbers(head) : NULL, shape.normed ? numbers(head) : NULL,
+                                       shape.normed ? numbers(whole) : NULL, shape.normed ? numbers(whole) : NULL,
+                                       cosine, sine,
                                        matrix_of(query + 2 * key, shape.hidden, shape.format, index % 2),
                                        matrix_of(shape.hidden, query, shape.format, 0),
                                        matrix_of(2 * model.inner, shape.hidden, shape.format, 0),
                                        matrix_of(shape.hidden, shape.inner, shape.format, 1),
-                                       index % 2 ? 0 : shape.pairs};
+                                       index % 2 ? 0 : shape.pairs, shape.window && index % 2};
     struct matrix *blocks = malloc(shape.blocks * sizeof *blocks);
     for (int index = 0; index < shape.blocks; index++) blocks[index] = matrix_of(shape.hidden, shape.hidden, FP32, 1);
     model.layer = layers, model.block = blocks;
@@ -99,10 +102,11 @@ static void free_model(struct model model) {
         const struct layer *layer = &model.layer[index];
         free((void *)layer->input_norm), free((void *)layer->post_norm);
         free((void *)layer->query_norm), free((void *)layer->key_norm);
+        free((void *)layer->output_norm), free((void *)layer->down_norm);
+        if (!index) free((void *)layer->cosine), free((void *)layer->sine);
         free_matrix(layer->qkv), free_matrix(layer->output), free_matrix(layer->gate_up), free_matrix(layer->down);
     }
     for (int index = 0; index < model.blocks; index++) free_matrix(model.block[index]);
     free((void *)model.layer), free((void *)model.block), free_matrix(model.head);
     free_matrix(model.embedding), free((void *)model.norm), free((void *)model.odds);
-    free((void *)model.cosine), free((void *)model.sine);
 }

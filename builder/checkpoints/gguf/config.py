@@ -25,7 +25,13 @@ LAYER = {
     "ffn_down": "mlp.down_proj",
 }
 NORMED = {"attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm"}
+SANDWICH = {
+    "post_attention_norm": "post_attention_layernorm",
+    "ffn_norm": "pre_feedforward_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
 FUSED = {"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"}
+LAYERS_OF_27B = 62  # of Gemma 3
 NO_ROPE_INTERVAL = 4  # every fourth layer of SmolLM3 has no RoPE: a constant of llama.cpp, not in GGUF files
 ROPE_FREQS = "rope_freqs.weight"  # a divisor for each pair's frequency: how llama.cpp stores llama3 scaling
 LONG_FACTORS, SHORT_FACTORS = "rope_factors_long.weight", "rope_factors_short.weight"
@@ -42,7 +48,7 @@ class Family(NamedTuple):
     name: str  # Hugging Face's
     permuted: bool = False  # the rows of queries and keys, see `unpermuted`
     layer: Mapping[str, str] = LAYER  # Hugging Face's modules of a layer, by GGUF's names
-    scales: Mapping[str, str] = {}  # Hugging Face's names of further settings, by GGUF's
+    scales: Mapping[str, str] = {}  # Hugging Face's names of further settings that are numbers, by GGUF's
 
 
 FAMILIES = {
@@ -59,6 +65,15 @@ FAMILIES = {
             "attention.scale": "attention_multiplier",
             "residual_scale": "residual_multiplier",
             "logit_scale": "logits_scaling",
+        },
+    ),
+    "gemma3": Family(  # whose norms' weights have 1 added in the file
+        "Gemma3ForCausalLM",
+        layer=LAYER | NORMED | SANDWICH,
+        scales={
+            "rope.freq_base_swa": "rope_local_base_freq",
+            "attn_logit_softcapping": "attn_logit_softcapping",
+            "final_logit_softcapping": "final_logit_softcapping",
         },
     ),
 }
@@ -123,7 +138,6 @@ def config_of(metadata: Metadata, tensors: Mapping[str, Tensor], factors: dict[s
     key_value_heads = metadata.get(f"{prefix}attention.head_count_kv", int)
     config: dict[str, Any] = {
         "architectures": [family.name],
-        "model_type": architecture,
         "vocab_size": embedding.shape[0] if vocabulary is None else vocabulary,
         "hidden_size": hidden,
         "intermediate_size": metadata.need(f"{prefix}feed_forward_length", int),
@@ -172,7 +186,8 @@ def further_settings(
         raise CheckpointError(
             f"{metadata.file}: Granite without rotary positions is not supported; choose another model"
         )
-    if window := metadata.get(f"{prefix}attention.sliding_window", int):
+    window = metadata.get(f"{prefix}attention.sliding_window", int) or None
+    if window or architecture == "gemma3":  # whose folders have a default
         more["sliding_window"] = window
     if architecture == "phi3":
         more["original_max_position_embeddings"] = metadata.get(f"{prefix}rope.{ORIGINAL_LENGTH}", int)
@@ -182,6 +197,12 @@ def further_settings(
             "no_rope_layer_interval": NO_ROPE_INTERVAL,
             "no_rope_layers": [int(layer % NO_ROPE_INTERVAL != 0) for layer in layers],
         }
+    if architecture == "gemma3":
+        # A constant of llama.cpp: of the model of 27B alone, the number is not that of a head.
+        large = config["num_hidden_layers"] == LAYERS_OF_27B
+        more["query_pre_attn_scalar"] = (
+            config["hidden_size"] / config["num_attention_heads"] if large else config["head_dim"]
+        )
     for key, name in family.scales.items():
         value = metadata.get(prefix + key, float)
         if value is not None:

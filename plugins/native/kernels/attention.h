@@ -26,10 +26,29 @@ struct panel_mask {
     uint16_t *bits; /* [rows][panels]: bit i of a panel is its slot i */
     struct run *runs; /* [rows + 1][room]: the panels of each row, ascending; the last row is room to work in */
     int *counts, panels, rows, room; /* counts: [rows], of runs */
+    int *nearest; /* [rows]: the first slot that a row sees where there is a window */
 };
 
-/* length: committed slots, seen by all. mask: bytes [rows][columns], of the slots behind them. */
-static void pack_mask(const struct panel_mask *packed, int row, const uint8_t *mask, int length, int columns) {
+/* The first of the last `window` slots that a row sees: slots ascend in the text. 0 where it sees fewer. */
+static int first_in_window(const struct panel_mask *packed, int row, int window) {
+    const uint16_t *bits = packed->bits + (size_t)row * packed->panels;
+    const struct run *runs = packed->runs + (size_t)row * packed->room, *run = runs + packed->counts[row];
+    while (run-- > runs)
+        for (int panel = run->end - 1; panel >= run->first; panel--) {
+            int seen = __builtin_popcount(bits[panel]);
+            if (seen < window) {
+                window -= seen;
+                continue;
+            }
+            for (int lane = 0;; lane++)
+                if (bits[panel] >> lane & 1 && seen-- == window) return panel * LANES + lane;
+        }
+    return 0;
+}
+
+/* length: committed slots, seen by all. mask: bytes [rows][columns], of the slots behind them. window: or 0. */
+static void pack_mask(const struct panel_mask *packed, int row, const uint8_t *mask, int length, int columns,
+                      int window) {
     uint16_t *bits = packed->bits + (size_t)row * packed->panels;
     struct run *runs = packed->runs + (size_t)row * packed->room;
     const int whole = length / LANES;
@@ -50,6 +69,7 @@ static void pack_mask(const struct panel_mask *packed, int row, const uint8_t *m
         else runs[count++] = (struct run){panel, panel + 1};
     }
     packed->counts[row] = count;
+    packed->nearest[row] = window ? first_in_window(packed, row, window) : 0;
 }
 
 /* Whether two rows see much the same panels. Rows of different requests do not: together each would pay for both. */
@@ -132,12 +152,13 @@ static void products(int count, int panels, const float *rows, size_t apart, int
 }
 
 /* Up to MOST_QUERIES queries of one kv head. queries: [count][head_dim]; outputs: [count], each head_dim numbers; rows:
- * whose mask each has. runs: the panels that any of them sees. scores: room to work in, a row of `stride` for each query. */
+ * whose mask each has. runs: the panels that any of them sees, from `least` on. nearest: the first slot that each sees.
+ * scores: room to work in, a row of `stride` for each query. */
 struct unit {
     const struct panel_mask *mask;
     struct cache head;
     const struct run *runs;
-    int num_runs, head_dim, count, rows[MOST_QUERIES];
+    int num_runs, head_dim, count, least, rows[MOST_QUERIES], nearest[MOST_QUERIES];
     const float *queries;
     float *outputs[MOST_QUERIES], *scores;
     size_t stride;
@@ -146,6 +167,7 @@ struct unit {
 /* The scores of panels from `first` to `end` of the cache; peaks: [count], the largest of each query. */
 static void score(const struct unit *unit, int first, int end, float *peaks) {
     const size_t key_panel = (size_t)unit->head_dim * LANES, bytes = number_bytes(unit->head.format);
+    if (first < unit->least) first = unit->least;
     f32 most[MOST_QUERIES], sums[MOST_QUERIES][VECTORS];
     for (int r = 0; r < unit->count; r++) most[r] = splat(LEAST / 2);
     for (const struct run *run = unit->runs; run < unit->runs + unit->num_runs; run++) {
@@ -160,7 +182,10 @@ static void score(const struct unit *unit, int first, int end, float *peaks) {
             for (int r = 0; r < unit->count; r++)
 #pragma GCC unroll 4
                 for (int v = 0; v < step * PARTS; v++) {
-                    const uint16_t seen = unit->mask->bits[(size_t)unit->rows[r] * unit->mask->panels + panel + v / PARTS];
+                    const int beyond = unit->nearest[r] - (panel + v / PARTS) * LANES; /* lanes before the window */
+                    const uint32_t all = beyond <= 0 ? 0xffffu : beyond < LANES ? 0xffffu << beyond : 0;
+                    const uint16_t seen =
+                        unit->mask->bits[(size_t)unit->rows[r] * unit->mask->panels + panel + v / PARTS] & all;
                     if (scales) sums[r][v] *= load(scales + v * WIDTH);
                     const f32 value = only(seen >> v % PARTS * WIDTH, sums[r][v]);
                     most[r] = larger(most[r], value);
@@ -202,7 +227,8 @@ static void mix(const struct unit *unit, int first, int end, const float *peaks)
     int held = 0;
     for (int pair = 0; pair < pairs; pair++) memset(sums[pair], 0, unit->count * sizeof *sums[pair]);
     for (const struct run *run = unit->runs; run < unit->runs + unit->num_runs; run++)
-        for (int slot = run->first * LANES, size; slot < run->end * LANES; slot += size) {
+        for (int slot = (run->first > unit->least ? run->first : unit->least) * LANES, size; slot < run->end * LANES;
+             slot += size) {
             const float *scales = unit->head.value_scales ? unit->head.value_scales + slot : NULL;
             size = run->end * LANES - slot < BLOCK ? run->end * LANES - slot : BLOCK;
             if ((held += size) > MOST_HELD) gather(unit->count, parts, totals), held = size;

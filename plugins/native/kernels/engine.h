@@ -3,7 +3,7 @@
 #include "attention.h"
 #include "threads.h"
 
-#define INTERFACE 15 /* of these structures; see library.py */
+#define INTERFACE 16 /* of these structures; see library.py */
 #define STRIDE 128 /* rows of activations are filled up to whole blocks */
 #define PHASES_OF_LAYER 11 /* at most */
 #define PHASES_BESIDE 7 /* and one for each block of the head of SpecDec++ */
@@ -15,15 +15,18 @@
 
 struct layer {
     const float *input_norm, *post_norm, *query_norm, *key_norm; /* the last two: of each head, or null */
+    const float *output_norm, *down_norm; /* or null */
+    const float *cosine, *sine; /* [positions][pairs] */
     struct matrix qkv, output, gate_up, down; /* gate_up: panels of gate and up in turn */
     int32_t pairs; /* of numbers of a head that are rotated: 0, or as many as the tables have */
+    int32_t local; /* whether rows see no more than the model's window */
 };
 
-/* blocks, shift, odds, block: of SpecDec++'s head. */
+/* blocks, shift, odds, block: of SpecDec++'s head. window: tokens, or 0. gelu: whether it takes SiLU's place. */
 struct model {
-    int32_t vocab, hidden, inner, layers, heads, kv_heads, head_dim, positions, blocks;
+    int32_t vocab, hidden, inner, layers, heads, kv_heads, head_dim, positions, blocks, window, gelu;
     float epsilon, shift, attention_scale, residual_multiplier, logits_multiplier, embedding_multiplier;
-    const float *norm, *cosine, *sine, *odds; /* cosine, sine: [positions][pairs] */
+    const float *norm, *odds;
     const struct layer *layer;
     const struct matrix *block;
     struct matrix head, embedding; /* one matrix where they are tied */
@@ -108,14 +111,16 @@ static void free_rows(struct rows *rows) {
 static int make_room(struct engine *engine, int capacity) {
     if (capacity <= engine->capacity) return 1;
     struct panel_mask *mask = &engine->mask;
-    release(mask->bits), release(mask->runs), release(mask->counts), release(engine->scores);
+    release(mask->bits), release(mask->runs), release(mask->counts), release(mask->nearest), release(engine->scores);
     mask->rows = engine->most_rows;
     mask->room = capacity / LANES / 2 + 1; /* runs do not touch */
     mask->bits = allocate((size_t)mask->rows * capacity / LANES * sizeof(uint16_t));
     mask->runs = allocate_untouched((size_t)(mask->rows + 1) * mask->room * sizeof(struct run));
     mask->counts = allocate(mask->rows * sizeof(int));
+    mask->nearest = allocate(mask->rows * sizeof(int));
     const size_t rows = (size_t)engine->team->threads * engine->most_queries;
     engine->scores = allocate_untouched(rows * odd_lines(capacity) * sizeof(float));
-    engine->capacity = mask->bits && mask->runs && mask->counts && engine->scores ? capacity : 0;
+    const int enough = mask->bits && mask->runs && mask->counts && mask->nearest && engine->scores;
+    engine->capacity = enough ? capacity : 0;
     return engine->capacity;
 }

@@ -38,9 +38,27 @@ static void normalize(const struct model *model, const struct rows *from, int ro
     round_row(to, into, next);
 }
 
-/* What becomes of a tile's sums: they are stored, or added to what is there, times a factor; or are gate and up in turn;
- * or their SiLU is added to the row that was multiplied. */
-enum ending { STORE, ADD, GATE, RESIDUAL };
+/* row += factor * from / rms(from) * weight. */
+static void add_normed(const struct model *model, const struct rows *from, int row, const float *weight, float factor,
+                       const struct rows *to) {
+    const float *values = from->values + (size_t)row * from->stride;
+    float *result = to->values + (size_t)row * to->stride;
+    f32 squares[PARTS] = {{0}};
+    for (int k = 0; k < model->hidden; k += WIDTH) {
+        const f32 value = load_some(values + k, model->hidden - k, 0);
+        squares[k / WIDTH % PARTS] += value * value;
+    }
+    const float share = share_of(squares, model->hidden, model->epsilon);
+    for (int k = 0; k < model->hidden; k += WIDTH) {
+        const f32 value = load_some(values + k, model->hidden - k, 0) * share * load(weight + k);
+        store(result + k, load(result + k) + value * factor);
+    }
+}
+
+/* What becomes of a tile's sums: they are stored, or added to what is there, times a factor; or are gate and up in turn,
+ * for SiLU or GELU; or their SiLU is added to the row that was multiplied. */
+enum ending { STORE, ADD, GATE, GATE_GELU, RESIDUAL };
+INLINE int gates(const enum ending ending) { return ending == GATE || ending == GATE_GELU; }
 
 INLINE void finish(const struct matrix *matrix, const enum ending ending, float factor, int panel, int panels,
                    const f32 *sums, const float *row, float *result) {
@@ -54,13 +72,15 @@ INLINE void finish(const struct matrix *matrix, const enum ending ending, float 
         if (ending == STORE) store_some(result + column, sum[v] * factor, matrix->outputs - column);
         if (ending == ADD) store(result + column, load(result + column) + sum[v] * factor);
         if (ending == RESIDUAL) store(result + column, load(row + column) + silu(sum[v]));
-        if (ending == GATE && v >= PARTS) /* panels of gate and up in turn */
-            store(result + panel / 2 * LANES + v % PARTS * WIDTH, silu(sum[v - PARTS]) * sum[v]);
+        if (gates(ending) && v >= PARTS) { /* panels of gate and up in turn */
+            const f32 gate = ending == GATE ? silu(sum[v - PARTS]) : gelu(sum[v - PARTS]);
+            store(result + panel / 2 * LANES + v % PARTS * WIDTH, gate * sum[v]);
+        }
     }
 }
 
 /* Panels that are finished together: two are multiplied at once, of gate and up as many as are rounded at once. */
-INLINE int whole_panels(const enum ending ending) { return ending == GATE ? 2 * ROUNDED / LANES : MOST_PANELS; }
+INLINE int whole_panels(const enum ending ending) { return gates(ending) ? 2 * ROUNDED / LANES : MOST_PANELS; }
 
 /* How the panels of a matrix are cut into units: each has as many of the `pieces` as any other, or one more. A piece is
  * `size` panels that stay together. */
@@ -70,7 +90,7 @@ struct division {
 
 INLINE struct division cut_panels(const struct matrix *matrix, const enum ending ending, int threads) {
     const int panels = panels_of(matrix->outputs), shares = threads * SHARES;
-    const int size = panels <= shares && ending != GATE ? 1 : whole_panels(ending), pieces = (panels + size - 1) / size;
+    const int size = panels <= shares && !gates(ending) ? 1 : whole_panels(ending), pieces = (panels + size - 1) / size;
     return (struct division){panels, size, pieces, pieces < shares ? pieces : shares};
 }
 
@@ -109,7 +129,7 @@ static void linear(struct cursor *cursor, const struct matrix *matrix, const str
                            from->values + (size_t)(row + r) * from->stride, to->values + (size_t)(row + r) * to->stride);
             }
             const int first = panel / whole * whole, done = panel + step == first + whole || panel + step == end;
-            for (int row = 0; ending == GATE && done && row < rows; row++)
+            for (int row = 0; gates(ending) && done && row < rows; row++)
                 round_inputs(to, row, first * LANES / 2, first * LANES / 2 + ROUNDED, next);
         }
     }
@@ -146,8 +166,8 @@ static void remember(const struct engine *engine, const struct layer *layer, con
     const struct cache own = head_of(&pass->cache, dim, (layer - model->layer) * model->kv_heads + head);
     float *query = queries_of(engine, pass->rows, head);
     for (int row = 0; row < pass->rows; row++) {
-        const float *cosine = model->cosine + pass->positions[row] * pairs;
-        const float *sine = model->sine + pass->positions[row] * pairs;
+        const float *cosine = layer->cosine + pass->positions[row] * pairs;
+        const float *sine = layer->sine + pass->positions[row] * pairs;
         float *from = engine->merged.values + (size_t)row * engine->merged.stride;
         float *key = from + (model->heads + head) * dim, *value = key + model->kv_heads * dim;
         memcpy(query, from + head * group * dim, (size_t)group * dim * sizeof(float));
@@ -161,6 +181,14 @@ static void remember(const struct engine *engine, const struct layer *layer, con
     }
 }
 
+/* Add rows times a matrix to the hidden rows. Where these are `normed` before, they go into the normed rows, which are
+ * free by then, and the next phase adds them. */
+static void add_product(struct cursor *cursor, const struct matrix *matrix, const struct rows *from, int rows,
+                        struct engine *engine, int normed) {
+    if (normed) linear(cursor, matrix, from, rows, &engine->normed, STORE, 1, NULL);
+    else linear(cursor, matrix, from, rows, &engine->hidden, ADD, engine->model.residual_multiplier, NULL);
+}
+
 static void transform(struct cursor *cursor, struct engine *engine, const struct pass *pass, float *scores) {
     const struct model *model = &engine->model;
     struct rows *hidden = &engine->hidden, *normed = &engine->normed, *merged = &engine->merged;
@@ -168,7 +196,7 @@ static void transform(struct cursor *cursor, struct engine *engine, const struct
         float *values = hidden->values + (size_t)row * hidden->stride;
         look_up(&model->embedding, pass->tokens[row], model->hidden, model->embedding_multiplier, values);
         memset(values + model->hidden, 0, (hidden->stride - model->hidden) * sizeof(float)); /* no infinity stays */
-        pack_mask(&engine->mask, row, pass->mask, pass->length, pass->columns);
+        pack_mask(&engine->mask, row, pass->mask, pass->length, pass->columns, model->window);
         normalize(model, hidden, row, model->layer->input_norm, normed, row, &model->layer->qkv);
     }
     for (int once; (once = claim(cursor, 1)) >= 0;) cut(engine, pass->rows);
@@ -185,16 +213,21 @@ static void transform(struct cursor *cursor, struct engine *engine, const struct
         if (!rounds_outputs(engine, layer))
             for (int row; (row = claim(cursor, pass->rows)) >= 0;) round_row(&engine->attended, row, &layer->output);
         expect(cursor, &layer->gate_up, GATE);
-        linear(cursor, &layer->output, &engine->attended, pass->rows, hidden, ADD, model->residual_multiplier, NULL);
-        for (int row; (row = claim(cursor, pass->rows)) >= 0;)
+        add_product(cursor, &layer->output, &engine->attended, pass->rows, engine, layer->output_norm != NULL);
+        for (int row; (row = claim(cursor, pass->rows)) >= 0;) {
+            if (layer->output_norm) add_normed(model, normed, row, layer->output_norm, model->residual_multiplier, hidden);
             normalize(model, hidden, row, layer->post_norm, normed, row, &layer->gate_up);
+        }
         expect(cursor, &layer->down, ADD);
-        linear(cursor, &layer->gate_up, normed, pass->rows, &engine->gated, GATE, 1, &layer->down);
+        if (model->gelu) linear(cursor, &layer->gate_up, normed, pass->rows, &engine->gated, GATE_GELU, 1, &layer->down);
+        else linear(cursor, &layer->gate_up, normed, pass->rows, &engine->gated, GATE, 1, &layer->down);
         const int last = index + 1 == model->layers;
         expect(cursor, last ? &model->head : &layer[1].qkv, STORE);
-        linear(cursor, &layer->down, &engine->gated, pass->rows, hidden, ADD, model->residual_multiplier, NULL);
-        for (int row; !last && (row = claim(cursor, pass->rows)) >= 0;)
-            normalize(model, hidden, row, layer[1].input_norm, normed, row, &layer[1].qkv);
+        add_product(cursor, &layer->down, &engine->gated, pass->rows, engine, layer->down_norm != NULL);
+        for (int row; (layer->down_norm || !last) && (row = claim(cursor, pass->rows)) >= 0;) {
+            if (layer->down_norm) add_normed(model, normed, row, layer->down_norm, model->residual_multiplier, hidden);
+            if (!last) normalize(model, hidden, row, layer[1].input_norm, normed, row, &layer[1].qkv);
+        }
     }
 }
 
@@ -247,6 +280,7 @@ void draftwood_close(struct engine *engine) {
     struct rows *all[] = {&engine->hidden, &engine->normed, &engine->merged, &engine->attended, &engine->gated};
     for (int index = 0; index < 5; index++) free_rows(all[index]);
     release(engine->mask.bits), release(engine->mask.runs), release(engine->mask.counts), release(engine->units);
+    release(engine->mask.nearest);
     release(engine->scores), release(engine->peaks), release(engine->queries), release(engine);
 }
 

@@ -53,12 +53,17 @@ static struct unit unit_of(const struct engine *engine, const struct pass *pass,
     unit.count = first[1] - first[0];
     unit.stride = odd_lines(engine->capacity);
     unit.scores = engine->parts == 1 ? scores : engine->scores + (head * pass->rows * group + *first) * unit.stride;
+    const int local = model->layer[layer].local;
+    int nearest = local ? INT32_MAX : 0;
     unit.queries = queries_of(engine, pass->rows, head) + (size_t)*first * dim;
     for (int r = 0; r < unit.count; r++) {
         const int row = (*first + r) / group, at = (head * group + (*first + r) % group) * dim;
         unit.rows[r] = row;
+        unit.nearest[r] = local ? engine->mask.nearest[row] : 0;
+        if (unit.nearest[r] < nearest) nearest = unit.nearest[r];
         unit.outputs[r] = engine->attended.values + (size_t)row * engine->attended.stride + at;
     }
+    unit.least = nearest / LANES;
     return unit;
 }
 
@@ -92,7 +97,9 @@ static void attention(struct cursor *cursor, struct engine *engine, const struct
     for (int taken; (taken = claim(cursor, units * parts)) >= 0;) {
         const struct unit unit = unit_of(engine, pass, layer, taken / parts, scores);
         const int part = taken % parts;
-        score(&unit, panels * part / parts, panels * (part + 1) / parts, engine->peaks + taken * engine->most_queries);
+        const int read = panels - unit.least; /* panels, of which each part has a share */
+        score(&unit, unit.least + read * part / parts, unit.least + read * (part + 1) / parts,
+              engine->peaks + taken * engine->most_queries);
     }
     const int values = panels_of(engine->model.head_dim), pairs = (values + MOST_PANELS - 1) / MOST_PANELS;
     const int step = units * pairs < engine->team->threads ? 1 : MOST_PANELS, mixes = (values + step - 1) / step;

@@ -149,3 +149,10 @@ INLINE f32 silu(f32 x) {
     f32 e = power_of_two(choose(x < 0, x, -x) * LOG2_E);
     return x * choose(x < 0, e, splat(1.0f)) / (e + 1.0f);
 }
+
+/* x / 2 * (1 + tanh(sqrt(2 / pi) * (x + 0.044715 x^3))), which is x * sigmoid of twice the argument of tanh. */
+INLINE f32 gelu(f32 x) {
+    f32 at = x * (1.5957691f + 0.071354816f * x * x);
+    f32 e = power_of_two(choose(at < 0, at, -at) * LOG2_E);
+    return x * choose(at < 0, e, splat(1.0f)) / (e + 1.0f);
+}

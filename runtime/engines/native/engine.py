@@ -38,7 +38,7 @@ from ..base import EngineSpec, ForwardOutput, KVCache, Runner, TokenBatch, check
 from ..cache import GrowingKVCache
 from ..limits import available_bytes, cores
 from .softmax import NativeSoftmax, PreparedRows
-from .weights import ACCEPTANCE, packed_network, packed_rows, read_weights
+from .weights import ACCEPTANCE, ROPE, packed_network, packed_rows, read_weights
 
 # Types of a cache's numbers, by precision.
 STORED: dict[str, type[Any]] = {"": np.float32, "fp32": np.float32, "fp16": np.float16, "int8": np.int8}
@@ -241,8 +241,17 @@ def native_model(spec: EngineSpec, weights: dict[str, NDArray[Any]]) -> Model:
         return None if part is None else address(weights[part.name])
 
     def layer(parts: layers.Layer) -> Layer:
-        norms = (parts.input_norm, parts.post_norm, parts.query_norm, parts.key_norm)
-        return Layer(*map(norm, norms), *map(described, parts.matrices), parts.rotary_size // 2)
+        norms = (
+            parts.input_norm,
+            parts.post_norm,
+            parts.query_norm,
+            parts.key_norm,
+            parts.output_norm,
+            parts.down_norm,
+        )
+        tables = (address(weights[name]) for name in ROPE[parts.local])
+        shape = parts.rotary_size // 2, parts.window is not None
+        return Layer(*map(norm, norms), *tables, *map(described, parts.matrices), *shape)
 
     decoder = (Layer * model.num_layers)(*map(layer, network.layers))
     headed = bindings.ACCEPTANCE.name in spec.outputs
@@ -259,13 +268,15 @@ def native_model(spec: EngineSpec, weights: dict[str, NDArray[Any]]) -> Model:
         model.head_dim,
         len(weights["cosine"]),
         len(blocks),
+        model.variant.window or 0,
+        model.variant.gelu,
         model.norm_eps,
         float(weights[f"{ACCEPTANCE}shift"][0]) if headed else 0.0,
         network.layers[0].attention_scale,
         network.layers[0].residual_multiplier,
         network.logits_multiplier,
         network.embedding_multiplier,
-        *(address(weights[name]) for name in (network.norm.name, "cosine", "sine")),
+        address(weights[network.norm.name]),
         address(weights[f"{ACCEPTANCE}odds"]) if headed else None,
         decoder,
         (Matrix * len(blocks))(*blocks),

@@ -32,6 +32,7 @@ DTYPES: dict[str, np.dtype[Any]] = {"F32": np.dtype("float32"), "U16": np.dtype(
 STORED = {"fp32": "F32", "fp16": "U16", "bf16": "U16", **dict.fromkeys(INTEGERS, "U8")}  # matrices, by precision
 OFFSETS = ("int5", "int4")  # precisions whose blocks have an offset beside the scale
 METADATA, LAYOUT_KEY = "__metadata__", "draftwood_layout"
+ROPE = (("cosine", "sine"), ("local_cosine", "local_sine"))  # rotary tables: the model's, the local ones
 ACCEPTANCE = "acceptance."  # prefix of the names of an acceptance head's tensors
 ALIGNMENT = 64  # bytes of a vector
 LARGE_PAGE = 1 << 21  # bytes
@@ -57,6 +58,11 @@ def packed_network(config: LlamaConfig, precision: str) -> Network:
     """The description of a model, with a feed-forward size that divides into blocks."""
     block = BLOCK if precision in INTEGERS else 1  # the feed-forward size is padded to whole blocks
     return network_of(replace(config, intermediate_size=-(-config.intermediate_size // block) * block))
+
+
+def tables_of(network: Network) -> list[bool]:
+    """Which rotary tables a model has, see models/rope.py: always those of the model."""
+    return [False, *({True} & {layer.local for layer in network.layers})]
 
 
 def packed_rows(matrix: Matrix) -> int:
@@ -94,8 +100,9 @@ def expected_tensors(
             yield f"{name}.bias", Stored("F32", (rows,))
 
     hidden, network = config.hidden_size, packed_network(config, precision)
-    for table in ("cosine", "sine"):
-        yield table, Stored("F32", (positions, config.rotary_size // 2))
+    for local in tables_of(network):
+        for table in ROPE[local]:
+            yield table, Stored("F32", (positions, config.rotary_size // 2))
     for layer in network.layers:
         for norm in layer.norms:
             yield norm.name, vector(norm.size)

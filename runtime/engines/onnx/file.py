@@ -20,8 +20,9 @@ from ..base import EngineSpec
 
 OPERATORS = frozenset(
     (
-        *("Add", "Attention", "Cast", "DequantizeLinear", "Gather", "LogSoftmax", "MatMul", "Mul", "RMSNormalization"),
-        *("Reshape", "RotaryEmbedding", "Sigmoid", "Split", "Squeeze", "TensorScatter", "TopK", "Transpose"),
+        *("Add", "Attention", "Cast", "CumSum", "DequantizeLinear", "Equal", "Gather", "LessOrEqual", "LogSoftmax"),
+        *("MatMul", "Mul", "RMSNormalization", "Reshape", "RotaryEmbedding", "Sigmoid", "Split", "Squeeze"),
+        *("TensorScatter", "TopK", "Transpose", "Where"),
     )
 )
 OWN_DOMAIN = (b"", b"ai.onnx")

@@ -14,12 +14,13 @@ import torch
 import transformers
 from checkpoints import SHAPES, VOCAB_SIZE, write_checkpoint, write_tokenizer
 from gguf import GGMLQuantizationType as Kind
-from gguf_files import Edit, edited, write_all, write_gguf
+from gguf_files import Edit, edited, settings_of, write_all, write_gguf
 
 from draftwood.builder.checkpoints.checkpoint import Checkpoint
-from draftwood.builder.checkpoints.gguf.config import FAMILIES, config_of
+from draftwood.builder.checkpoints.gguf.config import FAMILIES
 from draftwood.builder.checkpoints.gguf.file import is_read, read
-from draftwood.builder.checkpoints.gguf.header import Metadata, Tensor, read_header
+from draftwood.builder.checkpoints.gguf.header import read_header
+from draftwood.models.config import LlamaConfig
 from draftwood.models.errors import CheckpointError
 from draftwood.models.layers import network_of
 from draftwood.models.llama import Llama
@@ -53,12 +54,17 @@ SMALL: dict[str, Any] = {
     "tie_word_embeddings": False,
 }
 SCALES = {"embedding_multiplier": 12.0, "attention_multiplier": 0.0625, "residual_multiplier": 0.25}
+LINEAR = {"rope_type": "linear", "factor": 8.0, "rope_theta": 2.0**20}
 MORE: dict[str, dict[str, Any]] = {
     "qwen2": {},
     "qwen3": {"head_dim": 16},
     "phi3": {"sliding_window": None, "original_max_position_embeddings": 1024},
     "smollm3": {"rope_parameters": {"rope_type": "default", "rope_theta": 5e6}},
     "granite": SCALES | {"logits_scaling": 8.0},
+    "gemma3": {"head_dim": 8, "query_pre_attn_scalar": 8, "sliding_window": 24, "sliding_window_pattern": 6}
+    | {
+        "rope_parameters": {"full_attention": LINEAR, "sliding_attention": {"rope_type": "default", "rope_theta": 50.0}}
+    },
 }
 
 
@@ -74,6 +80,9 @@ def own_settings(architecture: str) -> Edit:
         if architecture == "phi3":
             writer.add_rope_scaling_orig_ctx_len(1024)
             writer.add_sliding_window(0)
+        if architecture == "gemma3":
+            writer.add_sliding_window(24)
+            writer.add_float32("gemma3.rope.freq_base_swa", 50.0)
 
     return edit
 
@@ -82,7 +91,8 @@ def own_settings(architecture: str) -> Edit:
 def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
     """The name of a family in llama.cpp, and a folder of a random model of it."""
     architecture, folder = request.param, tmp_path_factory.mktemp("family") / "folder"
-    config = transformers.AutoConfig.for_model(architecture, **SMALL, **MORE[architecture])
+    known = "gemma3_text" if architecture == "gemma3" else architecture
+    config = transformers.AutoConfig.for_model(known, **SMALL, **MORE[architecture])
     create: Any = transformers.AutoModelForCausalLM.from_config
     model = create(config)
     for weight in model.parameters():
@@ -198,24 +208,6 @@ TRAINED = {"scaling.original_context_length": 1024}
 NO_SCALING = {"rope_type": "default"}
 
 
-def settings_of(folder: Path, rope: dict[str, Any], arrays: dict[str, int], name: str = "llama") -> dict[str, Any]:
-    """What a config.json would say. rope: by keys after "rope."; arrays: by name, their lengths; of ones."""
-    values: dict[str, Any] = {
-        "embedding_length": 32,
-        "attention.head_count": 4,
-        "feed_forward_length": 48,
-        "block_count": 1,
-        "context_length": 4096,
-        "attention.layer_norm_rms_epsilon": 1e-5,
-        **{f"rope.{key}": value for key, value in rope.items()},
-    }
-    values = {f"{name}.{key}": value for key, value in values.items()} | {"general.architecture": name}
-    tensors = {"token_embd.weight": Tensor(folder / "model.gguf", (8, 32), Kind.F32, 0, 1024)}
-    factors = {array: np.ones(length, np.float32) for array, length in arrays.items()}
-    found: dict[str, Any] = config_of(Metadata(folder, values), tensors, factors)
-    return found
-
-
 @pytest.mark.parametrize(
     ("settings", "expected"),
     [
@@ -249,6 +241,16 @@ def test_a_part_of_a_head_may_rotate_in_phi3_alone(tmp_path: Path) -> None:
     rope = settings_of(tmp_path, long, {LONG: 3, SHORT: 3}, "phi3")["rope_parameters"]
     assert rope["rope_type"] == "longrope" and rope["long_factor"] == rope["short_factor"] == [1.0] * 3
     assert rope["original_max_position_embeddings"] == 32 and rope["attention_factor"] == 1.25
+
+
+def test_gemma3_has_a_window_if_the_file_says_so_and_the_largest_model_another_scale(tmp_path: Path) -> None:
+    for layers, scalar in ((34, 16), (62, 8)):
+        found = settings_of(tmp_path, {}, {}, "gemma3", **{"block_count": layers, "attention.key_length": 16})
+        assert (found["query_pre_attn_scalar"], found["sliding_window"]) == (scalar, None)
+        assert LlamaConfig.from_hf(found).variant.local_theta is None
+        found = settings_of(tmp_path, {}, {}, "gemma3", **{"block_count": layers, "attention.sliding_window": 512})
+        variant = LlamaConfig.from_hf(found).variant
+        assert (variant.window, variant.local_theta, variant.full_layers[:2]) == (512, 1e4, (5, 11))
 
 
 @pytest.mark.parametrize(
@@ -291,7 +293,7 @@ def test_two_rope_scalings_are_refused(
         ("llama.embedding_length", "8", "llama.embedding_length must be a whole number, found '8'"),
         ("llama.vocab_size", 999, r"has shape \(288, 32\), its configuration asks for \(999, 32\)"),
         ("general.type", "adapter", "holds no model, but 'adapter'"),
-        ("general.architecture", "gemma3", "read as a config.json, is refused: .*architecture 'gemma3'"),
+        ("general.architecture", "gemma2", "read as a config.json, is refused: .*architecture 'gemma2'"),
     ],
 )
 def test_missing_settings_and_those_of_another_model_are_refused(
