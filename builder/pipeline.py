@@ -179,7 +179,7 @@ def with_cheap_draft(options: BuildOptions, checkpoints: Mapping[str, Checkpoint
         read = STORED_BITS[options.precision_of(TARGET)] * num_parameters(target.config)
         smaller = min(target.config.vocab_size, draft.config.vocab_size)
         tokens = affordable(read, STORED_BITS[precision] * draft.config.hidden_size, smaller)
-    if large and options.draft_precision is None:
+    if precision != options.precision_of(DRAFT):
         remark(begin, f"The draft is built in {precision}: --draft-precision chooses another one")
     if tokens != options.draft_vocabulary:
         remark(begin, f"The draft proposes {tokens} of its tokens: --draft-vocabulary all lets it propose every one")
