@@ -18,7 +18,19 @@ from .distillation.state import GIVEN, WrittenText
 
 MAX_TEXT = 64 << 20  # bytes: some 15 million tokens, which take about a minute
 PIECE = 1 << 16  # characters that are tokenized at a time: the tokenizers library takes 256 bytes for each
+# Of a pass of the target, what a draft's projection takes by default. Qwen2.5-Coder-0.5B beside 1.5B keeps 65,536
+# tokens, which costs 1 point of acceptance and saves 15 % of its pass. A quarter as many cost 6.6 points and save 24 %.
+SHARE = 1 / 30
+FEWEST = 1 << 14  # tokens that are kept by default
 LINES = (".jsonl", ".ndjson")  # endings of files of JSON lines
+
+
+def affordable(target_bits: int, row_bits: int, vocab_size: int) -> int | None:
+    """How many tokens a draft keeps by default; None for all, which also hold where hardly any would be left out.
+    target_bits: that a pass of the target reads. row_bits: of a token's row in the draft's projection."""
+    count = max(FEWEST, int(SHARE * target_bits / row_bits) // 1024 * 1024)
+    count = min(count, MOST["draft_vocab_size"])
+    return count if count <= vocab_size * 3 // 4 else None
 
 
 def most_frequent(

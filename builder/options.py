@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from ..models.bindings import BITS, DRAFT, LOW_BIT, ROLES, TARGET
 from ..models.errors import ConfigError, EngineError, nearest
@@ -16,6 +16,8 @@ from .setting import setting
 TENSORRT = "TensorRT"  # the group of the options for its plans
 FINE_WIDTHS = 16  # backends that do not pad get every width up to this one
 STORED_BITS = {"fp32": 32, "fp16": 16, "bf16": 16, **BITS}  # of a weight, by precision
+ALL: Literal["all"] = "all"
+Count = int | Literal["all"]  # of tokens
 SPECULATIVE_PASSES = 4  # a cache has slots for this many of the widest passes after the longest text
 
 
@@ -45,12 +47,13 @@ class BuildOptions:
     lora: Path | None = setting(None, "LoRA folder (PEFT) to merge into the target")
     draft_lora: Path | None = setting(None, "LoRA folder to merge into the draft")
     draft_backend: str | None = setting(None, "of the draft", "the target's")
-    # 8 bits cost no acceptance; 4 bits do and save no time.
     draft_precision: str | None = setting(
-        None, "of the draft", "int8 if native or if the target is int4, else the target's"
+        None, "of the draft", "native: int4, small ones int8; else int8 if the target is int4, else the target's"
     )
-    draft_vocabulary: int | None = setting(
-        None, "let the draft predict the N most frequent tokens alone: its passes get cheaper"
+    draft_vocabulary: Count | None = setting(
+        None,
+        "let the draft predict the N most frequent tokens alone, or all",
+        "as many as take a thirtieth of the target's time; small drafts all",
     )
     draft_vocabulary_text: Path | None = setting(
         None, "a text, or JSON lines, in which tokens are counted", "the order of their ids, which is BPE's"
@@ -168,9 +171,9 @@ class BuildOptions:
                 f"--draft self:{self.precision_of(DRAFT)} would cost as much as its target in {precision}, and "
                 "speculation only time: choose fewer bits, a smaller draft, or --draft none"
             )
-        if self.draft_vocabulary is not None and self.draft_vocabulary < 1:
+        if isinstance(self.draft_vocabulary, int) and self.draft_vocabulary < 1:
             raise ConfigError(f"--draft-vocabulary must be at least 1, not {self.draft_vocabulary}")
-        if self.draft_vocabulary_text is not None and self.draft_vocabulary is None:
+        if self.draft_vocabulary_text is not None and not isinstance(self.draft_vocabulary, int):
             raise ConfigError(
                 "--draft-vocabulary-text counts tokens to keep: add --draft-vocabulary N, or leave it out"
             )

@@ -30,13 +30,16 @@ from .checkpoints.checkpoint import Checkpoint, check_same_tokens
 from .checkpoints.hub import ADAPTER, MODEL, local_folder
 from .engines.make import Source, engine_spec, make_engine
 from .engines.plan import check_compiler
-from .kept_tokens import most_frequent
-from .options import BuildOptions, SelfDraft
+from .kept_tokens import affordable, most_frequent
+from .options import ALL, STORED_BITS, BuildOptions, Count
 from .progress import Begin, Step, remark
 from .quantization.formats import FORMATS, Quantized, QuantizedCheckpoint, Weights
 from .quantization.kept import kept_format, nearest_integers
 from .tokenizer import check_known, check_same_vocabulary
 
+# Parameters of a draft that is bound by reading its weights: a smaller one stays in a processor's caches, and in fewer
+# than 8 bits only loses acceptance.
+LARGE = 50_000_000
 LONGEST = 8192  # default context where the models would allow more: rotary tables and masks grow with it
 # Drafts of this package, by layers, hidden size and intermediate size of their targets.
 KNOWN = {(30, 576, 1536): Path(errors.__file__).with_name("demo") / "smollm2"}
@@ -55,6 +58,8 @@ def build(options: BuildOptions, begin: Begin) -> EngineBundle:
     max_length = context_length(options, checkpoints)
     if BACKENDS[options.backend].is_compiled:
         check_compiler(options.compile_options())
+    elif isinstance(options.draft, Path):
+        options = with_cheap_draft(options, checkpoints, begin)
     heads: dict[str, TrainedHead | None] = dict.fromkeys(options.roles)
     if options.acceptance_head is not None:
         heads[DRAFT] = read_head(options.acceptance_head, checkpoints[DRAFT].config.hidden_size)
@@ -70,10 +75,13 @@ def build(options: BuildOptions, begin: Begin) -> EngineBundle:
             checkpoints[DRAFT] = trimmed(checkpoints, options, options.draft_vocabulary, tokenizer, begin)
         engines, parity, files = dict[str, EngineSpec](), dict[str, float](), dict[str, FileRecord]()
         for role in options.roles:
-            precision = precision_for(role, checkpoints[role], options)
-            source = Source(checkpoints[role], role, heads[role], options.backend_of(role), precision)
-            if options.keeps_blocks and role == TARGET:
-                source = replace(source, form=kept_format(checkpoints[role], BACKENDS[source.backend], precision))
+            source = Source(checkpoints[role], role, heads[role], options.backend_of(role), options.precision_of(role))
+            usual = FORMATS.get((source.backend, source.precision))
+            if role == DRAFT and usual is not None:  # a coarse projection costs it hardly any acceptance
+                source = replace(source, form=replace(usual, others={}))
+            elif options.keeps_blocks:
+                kept = kept_format(checkpoints[role], BACKENDS[source.backend], source.precision)
+                source = replace(source, form=kept)
             if options.calibration is not None and options.is_calibrated(role):
                 source = replace(source, rounded=rounded_with(options.calibration, source.weights, tokenizer, begin))
             spec = engine_spec(source, options, max_length)
@@ -131,9 +139,9 @@ def refuse_draft(target: Checkpoint) -> None:
 
 
 def trimmed(
-    checkpoints: Mapping[str, Checkpoint], options: BuildOptions, count: int, tokenizer: Tokenizer, begin: Begin
+    checkpoints: Mapping[str, Checkpoint], options: BuildOptions, count: Count, tokenizer: Tokenizer, begin: Begin
 ) -> Checkpoint:
-    """The draft, predicting only `count` tokens. Raises CheckpointError if it is trimmed already, and ConfigError."""
+    """The draft, predicting `count` tokens. Raises CheckpointError if it is trimmed already, and ConfigError."""
     draft, text = checkpoints[DRAFT], options.draft_vocabulary_text
     vocab_size = draft.config.vocab_size
     if draft.kept_tokens is not None:
@@ -141,6 +149,8 @@ def trimmed(
             f"{draft.path} predicts {len(draft.kept_tokens)} of {vocab_size} tokens already: leave --draft-vocabulary "
             "out, or trim the draft that it was made from"
         )
+    if count == ALL:
+        return draft
     by = "the order of their ids" if text is None else f"their frequency in {text.name}"
     advance = begin(Step(f"Keeping {count} of the draft's {vocab_size} tokens, by {by}", 1))
     kept = most_frequent(tokenizer, count, vocab_size, text, checkpoints[TARGET].eos_token_ids())
@@ -159,15 +169,33 @@ def rounded_with(text: Path, view: Weights, tokenizer: Tokenizer, begin: Begin) 
     return calibrate(view, windows, begin(step))
 
 
-def precision_for(role: str, checkpoint: Checkpoint, options: BuildOptions) -> str:
-    """What a role's engine is built in. A draft of other sizes than blocks allow has no default of 8 bits."""
-    backend, precision = BACKENDS[options.backend_of(role)], options.precision_of(role)
+def with_cheap_draft(options: BuildOptions, checkpoints: Mapping[str, Checkpoint], begin: Begin) -> BuildOptions:
+    """The options with a precision and a vocabulary for a draft of usual size, where the user chose none."""
+    draft, target = checkpoints[DRAFT], checkpoints[TARGET]
+    large = draft.kept_tokens is None and num_parameters(draft.config) >= LARGE
+    precision = options.draft_precision or default_precision(draft, large, options)
+    tokens = options.draft_vocabulary
+    if large and tokens is None:
+        read = STORED_BITS[options.precision_of(TARGET)] * num_parameters(target.config)
+        smaller = min(target.config.vocab_size, draft.config.vocab_size)
+        tokens = affordable(read, STORED_BITS[precision] * draft.config.hidden_size, smaller)
+    if precision != options.precision_of(DRAFT):
+        remark(begin, f"The draft is built in {precision}: --draft-precision chooses another one")
+    if tokens != options.draft_vocabulary:
+        remark(begin, f"The draft proposes {tokens} of its tokens: --draft-vocabulary all lets it propose every one")
+    return replace(options, draft_precision=precision, draft_vocabulary=tokens)
+
+
+def default_precision(draft: Checkpoint, large: bool, options: BuildOptions) -> str:
+    """What a draft is built in. One of other sizes than blocks allow has no default in blocks. large: whether reading
+    its weights is most of a pass."""
+    backend, precision = BACKENDS[options.backend_of(DRAFT)], options.precision_of(DRAFT)
+    precision = INTEGERS[-1] if large and backend.draft_precision is not None else precision
     form = FORMATS.get((backend.name, precision))
-    chosen = role == TARGET or options.draft_precision is not None or isinstance(options.draft, SelfDraft)
-    if chosen or form is None or backend.is_compiled:
+    if form is None:
         return precision
     try:
-        QuantizedCheckpoint(checkpoint, form)
+        QuantizedCheckpoint(draft, form)
     except ConfigError:
         return backend.precisions[0]
     return precision

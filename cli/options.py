@@ -76,6 +76,11 @@ def positive(text: str) -> int:
     return value
 
 
+def positive_or_all(text: str) -> int | str:
+    """A whole number of at least 1, or "all"."""
+    return text if text == "all" else positive(text)
+
+
 def valid_text(text: str) -> str:
     """Text of a command line, in which Python leaves half of a surrogate pair for a byte that it cannot decode."""
     try:
@@ -99,6 +104,7 @@ class AsTuple(argparse.Action):
 
 READERS: dict[str, dict[str, Any]] = {  # how argparse reads a field, by its annotation without None
     "int": {"type": int, "metavar": "N"},
+    "Count": {"type": positive_or_all, "metavar": "N"},
     "float": {"type": float, "metavar": "X"},
     "str": {"metavar": "NAME"},
     "bool": {"action": "store_true"},

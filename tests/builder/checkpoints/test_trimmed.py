@@ -13,8 +13,9 @@ import pytest
 import torch
 from bundling import resigned
 from checkpoints import VOCAB_SIZE, edit_weights, transformers_logits, write_checkpoint, write_tokenizer
-from steps import quiet
+from steps import noted, quiet
 
+from draftwood.builder import kept_tokens, pipeline
 from draftwood.builder.checkpoints.checkpoint import Checkpoint
 from draftwood.builder.distillation.distill import distill
 from draftwood.builder.distillation.options import DistillOptions
@@ -22,9 +23,9 @@ from draftwood.builder.head import data
 from draftwood.builder.head.data import load_frozen, soft_labels
 from draftwood.builder.head.train import train_head
 from draftwood.builder.head.training import HeadTraining
-from draftwood.builder.options import BuildOptions
+from draftwood.builder.options import ALL, BuildOptions
 from draftwood.builder.pipeline import build
-from draftwood.models.bindings import DRAFT
+from draftwood.models.bindings import DRAFT, TARGET
 from draftwood.models.errors import BundleError, CheckpointError, ConfigError, EngineError
 from draftwood.models.layers import HEAD_WEIGHT
 from draftwood.runtime import LLM, SamplingParams, SpeculativeConfig
@@ -147,9 +148,10 @@ def test_a_trimmed_draft_is_no_target_and_is_not_trimmed_again(tmp_path: Path) -
         distill(DistillOptions(draft, tmp_path / "other", minutes=1), quiet)
     with pytest.raises(CheckpointError, match="cannot be a target"):
         train_head(HeadTraining(draft, draft, tmp_path / "head"), ["a", "b"], quiet)
-    options = BuildOptions(target(tmp_path), draft, tmp_path / "bundle", draft_vocabulary=40)
-    with pytest.raises(CheckpointError, match="predicts 60 of 288 tokens already"):
-        build(options, quiet)
+    for count in (40, ALL):
+        options = BuildOptions(target(tmp_path / f"{count}"), draft, tmp_path / "bundle", draft_vocabulary=count)
+        with pytest.raises(CheckpointError, match="predicts 60 of 288 tokens already"):
+            build(options, quiet)
 
 
 @pytest.fixture(scope="module")
@@ -203,6 +205,50 @@ def test_a_number_of_tokens_that_makes_no_sense_is_refused(count: int, message: 
     with pytest.raises(ConfigError, match=message):
         options = BuildOptions(folder, folder, tmp_path / "bundle", draft_vocabulary=count)
         build(options, quiet)
+
+
+def test_a_large_draft_is_made_cheap(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pipeline, "LARGE", 1)
+    monkeypatch.setattr(kept_tokens, "FEWEST", 64)
+    draft, titles = write_tokenizer(write_checkpoint(tmp_path / "draft", "tied", seed=1)), list[str]()
+    options = BuildOptions(target(tmp_path), draft, tmp_path / "bundle", "native", "int8", max_length=128)
+    spec = build(options, noted(titles)).manifest.engines[DRAFT]
+    assert (spec.precision, spec.matrices, len(spec.kept_tokens)) == ("int4", {}, 64)
+    assert "--draft-precision" in "".join(titles) and "--draft-vocabulary all" in "".join(titles)
+
+
+def test_what_the_user_chose_stays_and_small_drafts_are_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kept_tokens, "FEWEST", 64)
+    draft, distilled = target(tmp_path), write_trimmed(tmp_path / "distilled")
+    options = BuildOptions(draft, draft, tmp_path / "bundle", "native")
+
+    def chosen(draft: Path = draft, **given: Any) -> tuple[str | None, Any]:
+        checkpoints = {TARGET: Checkpoint(options.target), DRAFT: Checkpoint(draft)}
+        found = pipeline.with_cheap_draft(replace(options, **given), checkpoints, quiet)
+        return found.draft_precision, found.draft_vocabulary
+
+    assert chosen() == ("int8", None), "it is small"
+    monkeypatch.setattr(pipeline, "LARGE", 1)
+    assert chosen() == ("int4", 64)
+    assert chosen(draft_precision="int5") == ("int5", 64)
+    assert chosen(draft_vocabulary=ALL) == ("int4", ALL)
+    assert chosen(draft_vocabulary=100) == ("int4", 100)
+    assert chosen(distilled) == ("int8", None), "it is trimmed already"
+
+
+@pytest.mark.parametrize(
+    ("target", "row", "vocab_size", "count"),
+    [
+        (1.5e9 * 4, 896 * 4, 151936, 54 * 1024),  # a thirtieth, in whole thousands
+        (8e9 * 4, 2048 * 4, 128256, 1 << 16),  # what a manifest may list
+        (135e6 * 8, 576 * 4, 49152, 1 << 14),  # the fewest
+        (7e9 * 4, 2048 * 4, 65536, None),  # too few would be left out
+    ],
+)
+def test_a_projection_may_take_a_share_of_the_targets_pass(
+    target: float, row: int, vocab_size: int, count: int | None
+) -> None:
+    assert kept_tokens.affordable(int(target), row, vocab_size) == count
 
 
 def test_a_head_is_trained_on_tokens_that_the_draft_can_draw(tmp_path: Path) -> None:

@@ -20,9 +20,9 @@ from native_parts import held, no_compiler, open_native, spec_of
 from draftwood.builder.checkpoints.checkpoint import Checkpoint
 from draftwood.builder.engines.native import write_weights
 from draftwood.builder.options import BuildOptions
-from draftwood.builder.pipeline import build, precision_for
+from draftwood.builder.pipeline import build, default_precision
 from draftwood.builder.quantization.formats import rounding_kernels
-from draftwood.models.bindings import DRAFT, TARGET, output_names
+from draftwood.models.bindings import output_names
 from draftwood.models.errors import BundleError, ConfigError, EngineError
 from draftwood.plugins.native.cache import CACHE
 from draftwood.plugins.native.library import row_bytes
@@ -191,10 +191,8 @@ def test_default_precisions_of_a_draft_and_of_caches(tmp_path: Path) -> None:
         options(tmp_path, backend="native", precision="bf16"),
     )
     for checkpoint, default in ((Checkpoint(DEMO / "draft"), "int8"), (odd, "fp32")):
-        assert precision_for(DRAFT, checkpoint, told) == default
-        assert precision_for(TARGET, checkpoint, told) == "bf16"
-        for name in ("fp32", "int8"):
-            assert precision_for(DRAFT, checkpoint, replace(told, draft_precision=name)) == name
+        assert default_precision(checkpoint, False, told) == default
+        assert default_precision(checkpoint, True, told) == ("int4" if default == "int8" else "fp32")
     for name in NATIVE.precisions:
         assert told.cache_precision_of("target", name) == ("" if name == "fp32" else "fp16")
         spec = EngineSpec("target", "native", "", odd.config, (1,), 64, name, ("logits",))
