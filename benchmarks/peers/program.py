@@ -82,9 +82,9 @@ def flags(*values: object) -> tuple[str, ...]:
     return tuple(map(str, values))
 
 
-def installed(path: Path, script: str, conditions: Conditions) -> Path:
-    """Raises SetupError that names the script which installs a program."""
+def installed(path: Path, script: str, conditions: Conditions, *options: str) -> Path:
+    """Raises SetupError that names the script which installs a program, with its options."""
     if not path.is_file():
-        option = " avx2" if conditions.avx2 and script.endswith(".cpp") else ""
-        raise SetupError(f"{path} is missing: sh benchmarks/peers/setup/{script}.sh {conditions.work}{option}")
+        command = ("sh", f"benchmarks/peers/setup/{script}.sh", str(conditions.work), *options)
+        raise SetupError(f"{path} is missing: {' '.join(command)}")
     return path

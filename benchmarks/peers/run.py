@@ -147,8 +147,13 @@ class Trials:
 
     def of(self, program: Program, conditions: Conditions, comparison: Comparison) -> list[Tried]:
         if self._key(program) not in self._known:
-            prompts = read_prompts(OWN, TRIAL_PROMPTS, [TRIAL])
-            batches = make_batches(prompts * conditions.at_a_time, conditions.at_a_time)[:TRIAL_PROMPTS]
+            # Texts at the same time begin differently, so that no program reads one of them for another.
+            prompts = [
+                prompt._replace(turns=(f"{number}. {prompt.turns[0]}",))
+                for number in range(1, conditions.at_a_time + 1)
+                for prompt in read_prompts(OWN, TRIAL_PROMPTS, [TRIAL])
+            ]
+            batches = make_batches(prompts, conditions.at_a_time)
             tried = comparison.find_best(program, batches, self._asked)
             self._known[self._key(program)] = {each.setting.name: each.speed or each.error for each in tried}
             self._file.parent.mkdir(parents=True, exist_ok=True)

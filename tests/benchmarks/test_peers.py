@@ -190,6 +190,11 @@ def test_settings_of_a_llama_server_are_those_that_its_help_tells(name: str, tmp
     server.write_text("#!/bin/sh\nexit 3\n")
     with pytest.raises(SetupError, match=r"llama-server cannot be run: .*status 3"):
         llama_cpp.make_program(name, server, "file", conditions)
+    bin_folder = tmp_path / "llama.cpp" / "build" / "bin"
+    bin_folder.mkdir(parents=True)
+    server.rename(bin_folder / "llama-server")
+    with pytest.raises(SetupError, match=r"libggml-cpu.so is missing: sh benchmarks/peers/setup/llama.cpp.sh .* avx2"):
+        make_program("llama.cpp/file", conditions._replace(avx2=True))
     alone = draftwood.make("int4", conditions._replace(draft=None, avx2=True))
     assert [setting.name for setting in alone.settings] == [PLAIN, "default", "lookup:8"] and alone.environment
 

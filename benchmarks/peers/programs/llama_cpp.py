@@ -19,26 +19,35 @@ SHORT = {"n": 3, "m": 8}  # tokens that must recur, and that are proposed
 
 def make(precision: str, conditions: Conditions) -> Program:
     """precision: "file", or "bf16" for the file's weights in bf16."""
-    home = conditions.work / ("llama.cpp-avx2" if conditions.avx2 else "llama.cpp")
-    server = installed(home / "build" / "bin" / "llama-server", "llama.cpp", conditions)
+    server, environment = find_server("llama.cpp", "libggml-cpu.so", conditions)
     if precision != FILE:
         target, draft = conditions.target, conditions.draft
         conditions = conditions._replace(
             target=as_bf16(target, precision, conditions), draft=draft and as_bf16(draft, precision, conditions)
         )
-    return make_program("llama.cpp", server, precision, conditions)
+    return make_program("llama.cpp", server, precision, conditions, environment)
 
 
 def make_ik(precision: str, conditions: Conditions) -> Program:
     if precision != FILE:
         raise RequestError(f"ik_llama.cpp runs here on the file itself, not at {precision!r}: ik_llama.cpp/{FILE}")
-    home = conditions.work / ("ik_llama.cpp-avx2" if conditions.avx2 else "ik_llama.cpp")
-    return make_program(
-        "ik_llama.cpp", installed(home / "build" / "bin" / "llama-server", "ik_llama.cpp", conditions), FILE, conditions
-    )
+    server, environment = find_server("ik_llama.cpp", "libggml.so", conditions)
+    return make_program("ik_llama.cpp", server, FILE, conditions, environment)
 
 
-def make_program(name: str, server: Path, precision: str, conditions: Conditions) -> Program:
+def find_server(name: str, kernels: str, conditions: Conditions) -> tuple[Path, tuple[tuple[str, str], ...]]:
+    """The server, and the environment that gives it the kernels for AVX2 alone where these are wanted."""
+    home = conditions.work / name
+    server = installed(home / "build" / "bin" / "llama-server", name, conditions)
+    if not conditions.avx2:
+        return server, ()
+    found = next((home / "build-avx2").rglob(kernels), home / "build-avx2" / kernels)
+    return server, (("LD_LIBRARY_PATH", str(installed(found, name, conditions, "avx2").parent)),)
+
+
+def make_program(
+    name: str, server: Path, precision: str, conditions: Conditions, environment: tuple[tuple[str, str], ...] = ()
+) -> Program:
     """Of any llama-server: what it can do is in its --help. Raises SetupError when it cannot be run."""
     shown = run(server, "--help")
     modern = "--spec-draft-n-max" in shown
@@ -54,6 +63,7 @@ def make_program(name: str, server: Path, precision: str, conditions: Conditions
         f"{name} {read_version(server)}",
         flags(*command),
         settings(conditions.draft, shown, modern),
+        environment,
         mixed=mix_modern if modern else mix,
     )
 
