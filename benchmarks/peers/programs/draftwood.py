@@ -13,11 +13,23 @@ AVX2 = Path(__file__).parents[1] / "setup" / "avx2.sh"
 
 
 def make(precision: str, conditions: Conditions) -> Program:
-    """precision: "file" for the blocks of the file, or a value of --precision."""
-    command = [sys.executable, "-m", "draftwood", "serve", conditions.target, "--threads", conditions.threads]
-    command += ["--draft", conditions.draft or "none"]
-    command += ["--max-running", conditions.at_a_time, "--prefix-cache-slots", 0, "--served-model-name", "model"]
-    command += [] if precision == FILE else ["--precision", precision]
+    """precision: "file" for the blocks of the file, a value of --precision, or the folder of a bundle."""
+    command: list[object] = [sys.executable, "-m", "draftwood", "serve"]
+    if (Path(precision) / "manifest.json").is_file():
+        command.append(precision)
+    else:
+        command += [conditions.target, "--draft", conditions.draft or "none"]
+        command += [] if precision == FILE else ["--precision", precision]
+    command += [
+        "--threads",
+        conditions.threads,
+        "--max-running",
+        conditions.at_a_time,
+        "--prefix-cache-slots",
+        0,
+        "--served-model-name",
+        "model",
+    ]
     drafts = (
         Setting("no lookups", body=speculative(lookups="off")),
         *(
@@ -31,7 +43,7 @@ def make(precision: str, conditions: Conditions) -> Program:
     )
     return Program(
         NAME,
-        precision,
+        Path(precision).name,
         f"draftwood {version('draftwood')}",
         flags(*command),
         (
