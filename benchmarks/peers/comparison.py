@@ -101,13 +101,15 @@ class Comparison:
         for setting in settings:
             by_start.setdefault(setting.start, []).append(Entry(program, setting))
         for entries in by_start.values():
+            if Entry(program, program.plain).name in self.failed:  # nothing could be compared with it
+                break
             with ExitStack() as stack:
                 servers = self._start(stack, entries, len(batches[0]))
                 for entry in entries:
-                    self.note(f"trial: {entry.name}")
                     if error := self.failed.get(entry.name):
                         tried.append(Tried(entry.setting, None, error))
                         continue
+                    self.note(f"trial: {entry.name}")
                     try:
                         server = servers[server_key(entry)]
                         turns = [

