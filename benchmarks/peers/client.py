@@ -23,7 +23,6 @@ class Asked(NamedTuple):
 
     max_tokens: int  # of each answer
     temperature: float
-    seed: int = 0
 
 
 class Answer(NamedTuple):
@@ -60,10 +59,9 @@ def ask_all(url: str, model: str, prompts: Sequence[Prompt], asked: Asked, extra
 
 def ask(url: str, model: str, prompt: Prompt, asked: Asked, extra: dict[str, Any]) -> Answer:
     """Ask for one prompt; turns of a conversation one after the other. Raises ServerError with the server's message."""
-    # Sampling is by temperature alone: servers have different defaults of the rest.
-    sampling = {"temperature": asked.temperature, "top_p": 1, "top_k": 0, "min_p": 0, "seed": asked.seed}
-    greedy = {"temperature": 0}
-    common = {"model": model, "max_tokens": asked.max_tokens, **(sampling if asked.temperature else greedy), **extra}
+    common = {"model": model, "max_tokens": asked.max_tokens, "temperature": asked.temperature, **extra}
+    if asked.temperature:  # alone: servers have different defaults of the rest
+        common |= {"top_p": 1, "top_k": 0, "min_p": 0}
     if prompt.raw:
         return stream(f"{url}/v1/completions", common | {"prompt": prompt.turns[0]})
     messages, answers = list[dict[str, str]](), list[Answer]()

@@ -147,7 +147,6 @@ class Comparison:
     def _turn(
         self, entry: Entry, server: Server, batch: Sequence[Prompt], asked: Asked, repeat: int, number: int
     ) -> Turn:
-        asked = asked._replace(seed=1000 * repeat + number)
         start, own, everyone = perf_counter(), server.processor_seconds(), read_busy_seconds()
         answers = ask_all(server.url, entry.program.model, batch, asked, dict(entry.setting.body))
         own, everyone = server.processor_seconds() - own, read_busy_seconds() - everyone

@@ -138,7 +138,6 @@ class Trials:
 
     def __init__(self, file: Path, args: argparse.Namespace) -> None:
         self._file, self._asked = file, Asked(min(TRIAL_TOKENS, args.max_tokens), args.temperature)
-        self._known: dict[str, dict[str, Any]] = json.loads(file.read_text("utf-8")) if file.is_file() else {}
         draft = args.draft.stem if args.draft else "no draft"
         self._of = (
             f"{args.target.stem}, {draft}, {args.at_a_time} at a time, T={args.temperature}, {args.threads} threads"
@@ -146,33 +145,38 @@ class Trials:
         self._of += ", AVX2" if args.avx2 else ""
 
     def of(self, program: Program, conditions: Conditions, comparison: Comparison) -> list[Tried]:
-        if self._key(program) not in self._known:
+        if self._key(program) not in self._load():
             # Texts at the same time begin differently, so that no program reads one of them for another.
             prompts = [
                 prompt._replace(turns=(f"{number}. {prompt.turns[0]}",))
                 for number in range(1, conditions.at_a_time + 1)
                 for prompt in read_prompts(OWN, TRIAL_PROMPTS, [TRIAL])
             ]
-            batches = make_batches(prompts, conditions.at_a_time)
+            batches = make_batches(prompts, conditions.at_a_time)[: max(1, TRIAL_PROMPTS // conditions.at_a_time)]
             tried = comparison.find_best(program, batches, self._asked)
             if not any(each.speed for each in tried if each.setting == program.plain):
                 return tried
-            self._known[self._key(program)] = {each.setting.name: each.speed or each.error for each in tried}
+            found = {self._key(program): {each.setting.name: each.speed or each.error for each in tried}}
             self._file.parent.mkdir(parents=True, exist_ok=True)
-            self._file.write_text(json.dumps(self._known, indent=2) + "\n", encoding="utf-8")
+            self._file.write_text(json.dumps(self._load() | found, indent=2) + "\n", encoding="utf-8")
         return self._read(program)
 
     def as_json(self, programs: Sequence[Program]) -> dict[str, Any]:
-        return {program.key: self._known.get(self._key(program)) for program in programs}
+        known = self._load()
+        return {program.key: known.get(self._key(program)) for program in programs}
 
     def to_text(self, programs: Sequence[Program]) -> str:
         return json.dumps(self.as_json(programs), indent=2)
+
+    def _load(self) -> dict[str, dict[str, Any]]:
+        known: dict[str, dict[str, Any]] = json.loads(self._file.read_text("utf-8")) if self._file.is_file() else {}
+        return known
 
     def _key(self, program: Program) -> str:
         return f"{program.key}, {program.version}: {self._of}"
 
     def _read(self, program: Program) -> list[Tried]:
-        known = self._known[self._key(program)]
+        known = self._load()[self._key(program)]
         single = [setting for setting in program.settings if setting.name in known]
         mixed = [mixture for mixture in program.mixtures() if mixture.name in known]
         return [

@@ -40,7 +40,7 @@ class OpenVino:
         config.max_new_tokens, config.do_sample = body["max_tokens"], bool(body["temperature"])
         if config.do_sample:
             config.temperature, config.top_p, config.top_k = body["temperature"], 1.0, 1 << 30
-            config.rng_seed = body.get("seed", 0)
+            config.rng_seed = next(self._numbers)
         if self._kind != "plain":
             config.num_assistant_tokens = body["tokens"]
         if self._kind == "lookup":

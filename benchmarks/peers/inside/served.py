@@ -24,7 +24,7 @@ class Library(Protocol):
     def render(self, messages: list[dict[str, str]]) -> str: ...
 
     def write(self, prompt: str, body: dict[str, Any]) -> Written:
-        """body: the request's max_tokens, temperature, seed and the setting's own fields."""
+        """body: the request's max_tokens, temperature and the setting's own fields."""
         ...
 
 

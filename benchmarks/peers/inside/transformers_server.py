@@ -38,7 +38,6 @@ class Transformers:
             settings["prompt_lookup_num_tokens"] = length
         passes: list[None] = []
         with self._lock:
-            torch.manual_seed(body.get("seed", 0))
             handle = self._target.register_forward_pre_hook(lambda *ignored: passes.append(None))
             output = self._target.generate(**inputs, **settings)
             handle.remove()
