@@ -7,6 +7,7 @@ stay fp16, the default. The default lengths of n-gram kinds are made for long te
 from __future__ import annotations
 
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 
 from benchmarks.peers.program import FILE, PLAIN, Conditions, Program, Setting, SetupError, flags, installed
@@ -54,7 +55,8 @@ def make_program(
     slots, threads = conditions.at_a_time, conditions.threads
     command = [server, "-m", conditions.target, "-a", "model", "-np", slots, "-c", slots * conditions.context]
     command += ["-t", threads, "-tb", threads, "--no-warmup", "-cram", 0]
-    command += ["--no-cache-prompt"] if "--no-cache-prompt" in shown else []
+    stateless = "--no-cache-prompt" in shown
+    command += ["--no-cache-prompt"] if stateless else []
     command += ["-rtr"] if "--run-time-repack" in shown else []  # ik_llama.cpp's kernels want other orders of weights
     command += ["--jinja"] if "--jinja" in shown else []
     return Program(
@@ -62,7 +64,10 @@ def make_program(
         precision,
         f"{name} {read_version(server)}",
         flags(*command),
-        settings(conditions.draft, shown, modern),
+        tuple(
+            setting if stateless else replace(setting, body=(("cache_prompt", False),))
+            for setting in settings(conditions.draft, shown, modern)
+        ),
         environment,
         mixed=mix_modern if modern else mix,
     )
@@ -102,7 +107,7 @@ def mix_modern(draft: Setting, lookup: Setting) -> Setting:
 
 
 def mix(draft: Setting, lookup: Setting) -> Setting:
-    return Setting(f"{draft.name} + {lookup.name}", draft.start + lookup.start, lookups=True)
+    return Setting(f"{draft.name} + {lookup.name}", draft.start + lookup.start, draft.body, lookups=True)
 
 
 def without_kind(start: tuple[str, ...]) -> tuple[str, ...]:
