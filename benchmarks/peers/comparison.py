@@ -1,119 +1,180 @@
-"""Runs the programs of peers in turn, so that slow phases of the machine affect all of them."""
+"""Programs in turn over HTTP: a trial that finds each one's best setting, and the run that counts.
+
+Every repeat starts all servers anew: the speed of a process depends on where its memory lies, and some servers copy
+from texts that they have written before, so that each reads every prompt once.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
+from pathlib import Path
 from time import perf_counter, sleep
+from typing import NamedTuple
 
-from rich.console import Console
-from rich.progress import Progress
-
-from benchmarks.peers.figures import MethodKey, MethodRun
-from benchmarks.peers.process import Entry, PeerError, PeerProcess, make_command
-from benchmarks.peers.protocol import PLAIN, PeerOptions
-from benchmarks.peers.settings import Setting
+from benchmarks.peers.client import Asked, Batch, ask_all
+from benchmarks.peers.program import DEFAULT, PLAIN, Program, Setting
+from benchmarks.peers.server import Server, ServerError
+from benchmarks.peers.texts import Prompt, kind_of
 from benchmarks.tools.processor import read_busy_seconds
 
-WARM_UP = 8  # tokens
-REST = 0.2  # seconds; some peers' idle threads spin for a while and would take cores from the next
+WARM_UP, WARM_ASKED = Prompt("", ("One, two, three, four,",), raw=True), Asked(8, 0)
+Batches = Sequence[Sequence[Prompt]]
+Note = Callable[[str], None]  # of progress
 
-Turns = list[tuple[Entry, str]]  # entries and methods, in the order of their turns
+
+class Entry(NamedTuple):
+    """What takes turns."""
+
+    program: Program
+    setting: Setting
+
+    @property
+    def name(self) -> str:
+        return f"{self.program.key} {self.setting.name}"
+
+
+class Turn(NamedTuple):
+    """One entry's answers to one batch."""
+
+    entry: Entry
+    repeat: int
+    # Number and kind of the batch.
+    batch: int
+    kind: str
+    answers: Batch
+    # Processor seconds per second that everything else on the machine used meanwhile.
+    others: float
+
+    @property
+    def seconds_per_token(self) -> float:
+        return self.answers.seconds / self.answers.tokens
+
+
+class Tried(NamedTuple):
+    """The speed of a setting in the trial, in tokens per second; None if it failed, and why."""
+
+    setting: Setting
+    speed: float | None
+    error: str = ""
 
 
 class Comparison:
-    """Programs that answer in turn. versions: of all loaded programs. failed: the peer's message for everything that
-    was left out."""
+    """failed: the message of everything that was left out, by name."""
 
-    def __init__(self, console: Console) -> None:
-        self._console = console
-        self._programs: dict[Entry, PeerProcess] = {}
-        self.versions: dict[str, str] = {}
+    def __init__(self, logs: Path, note: Note) -> None:
+        self._logs, self.note = logs, note
         self.failed: dict[str, str] = {}
 
-    def load(self, entry: Entry, options: PeerOptions) -> None:
-        """Start a program. It converts the pair if no earlier run did."""
-        log = options.work / "log.txt"
-        with self._console.status(f"Loading {entry.name} at {entry.precision}, converting the first time"):
-            try:
-                program = PeerProcess(make_command(entry, options), log)
-            except PeerError as error:
-                self._leave_out(entry, "", "", error)
-                return
-        self._programs[entry], self.versions[entry.name] = program, program.version
-
-    def write_plainly(self, prompt: list[int], max_tokens: int) -> list[int]:
-        """The text of the first loaded program. Raises PeerError if none is loaded or if it fails."""
-        if not self._programs:
-            raise PeerError("no peer could run: see above, and the log each names")
-        (text,) = next(iter(self._programs.values())).generate(PLAIN, [prompt], max_tokens).texts
-        return text
-
-    def measure(
-        self, setting: Setting, methods: Collection[str], max_tokens: int, repeats: int
-    ) -> dict[MethodKey, list[MethodRun]]:
-        """Run every method `repeats` times, after a short text that warms up. Programs that cannot write as many texts
-        at a time have no turn. methods: those that have turns besides plain decoding; all of them if empty."""
-        turns = [
-            (entry, method)
-            for entry, program in self._programs.items()
-            for method in program.methods
-            if program.at_a_time >= setting.at_a_time and (not methods or method in methods or method == PLAIN)
-        ]
-        first = setting._replace(batches=setting.batches[:1])
-        self._run_all("Warming up", first, turns, min(WARM_UP, max_tokens), 1)
-        return self._run_all("Measuring", setting, turns, max_tokens, repeats)
-
-    def close(self) -> None:
-        """End all loaded programs. Others may be loaded then."""
-        for program in self._programs.values():
-            program.close()
-        self._programs = {}
-
-    def _run_all(
-        self, title: str, setting: Setting, turns: Turns, max_tokens: int, repeats: int
-    ) -> dict[MethodKey, list[MethodRun]]:
-        """Give every method its turn on every batch, `repeats` times. Returns the runs of the methods that never
-        failed; the others lose their turns."""
-        runs: dict[MethodKey, list[MethodRun]] = {}
-        with Progress(console=self._console, transient=True) as progress:
-            described = f"{title}, {setting.name}" if setting.name else title
-            task = progress.add_task(described, total=repeats * len(setting.batches) * len(turns))
-            for repeat in range(repeats):
-                for index, batch in enumerate(setting.batches):
-                    for entry, method in list(turns):
-                        progress.advance(task)
-                        if (entry, method) not in turns:  # its entry's plain method has failed
+    def measure(self, entries: Sequence[Entry], batches: Batches, asked: Asked, repeats: int) -> list[Turn]:
+        """Turns of the entries that never failed, plain decoding among them."""
+        turns = list[Turn]()
+        for repeat in range(repeats):
+            with ExitStack() as stack:
+                servers = self._start(stack, entries, len(batches[0]))
+                for number, batch in enumerate(batches):
+                    shift = (repeat + number) % len(entries)  # nobody is always first
+                    for entry in (*entries[shift:], *entries[:shift]):
+                        if entry.name in self.failed:
                             continue
+                        self.note(f"repeat {repeat + 1}, prompts {number + 1} of {len(batches)}: {entry.name}")
                         try:
-                            run = self._run(entry, method, batch, max_tokens, index, repeat)
-                        except PeerError as error:
-                            self._leave_out(entry, method, setting.name, error)
-                            turns[:] = remove_turns(turns, entry, method)
-                            continue
-                        runs.setdefault(make_key(entry, method, setting), []).append(run)
-        kept = {make_key(entry, method, setting) for entry, method in turns}
-        return {key: own for key, own in runs.items() if key in kept}
+                            turns.append(self._turn(entry, servers[server_key(entry)], batch, asked, repeat, number))
+                        except ServerError as error:
+                            self.leave_out(entry.name, error)
+        plain = {turn.entry.program.key for turn in turns if turn.entry.setting.name == PLAIN}
+        return [turn for turn in turns if turn.entry.name not in self.failed and turn.entry.program.key in plain]
 
-    def _run(
-        self, entry: Entry, method: str, batch: Sequence[list[int]], max_tokens: int, index: int, repeat: int
-    ) -> MethodRun:
-        program = self._programs[entry]
-        sleep(REST)
-        start, own, everyone = perf_counter(), program.processor_seconds(), read_busy_seconds()
-        generation = program.generate(method, list(batch), max_tokens)
-        own, everyone = program.processor_seconds() - own, read_busy_seconds() - everyone
-        return MethodRun(index, repeat, generation, max(0.0, everyone - own) / (perf_counter() - start))
+    def find_best(self, program: Program, batches: Batches, asked: Asked) -> list[Tried]:
+        """The speeds of all settings of a program, and of the mixture of the best two kinds."""
+        tried = self._try_all(program, program.settings, batches, asked)
+        drafts = [each for each in tried if each.speed and not each.setting.lookups and each.setting.name != PLAIN]
+        lookups = [each for each in tried if each.speed and each.setting.lookups]
+        if program.mixed is not None and drafts and lookups:
+            draft, lookup = (max(kind, key=lambda each: each.speed or 0).setting for kind in (drafts, lookups))
+            tried += self._try_all(program, (program.mixed(draft, lookup),), batches, asked)
+        return tried
 
-    def _leave_out(self, entry: Entry, method: str, setting: str, error: PeerError) -> None:
-        name = " ".join(filter(None, (entry.name, entry.precision, method, f"({setting})" if setting else "")))
+    def _try_all(self, program: Program, settings: Iterable[Setting], batches: Batches, asked: Asked) -> list[Tried]:
+        tried = list[Tried]()
+        by_start: dict[tuple[str, ...], list[Entry]] = {}
+        for setting in settings:
+            by_start.setdefault(setting.start, []).append(Entry(program, setting))
+        for entries in by_start.values():
+            if Entry(program, program.plain).name in self.failed:  # nothing could be compared with it
+                break
+            with ExitStack() as stack:
+                servers = self._start(stack, entries, len(batches[0]))
+                for entry in entries:
+                    if error := self.failed.get(entry.name):
+                        tried.append(Tried(entry.setting, None, error))
+                        continue
+                    self.note(f"trial: {entry.name}")
+                    try:
+                        server = servers[server_key(entry)]
+                        turns = [
+                            self._turn(entry, server, each, asked, 0, number) for number, each in enumerate(batches)
+                        ]
+                    except ServerError as failure:
+                        self.leave_out(entry.name, failure)
+                        tried.append(Tried(entry.setting, None, str(failure)))
+                        continue
+                    tokens = sum(turn.answers.tokens for turn in turns)
+                    tried.append(Tried(entry.setting, tokens / sum(turn.answers.seconds for turn in turns)))
+        return tried
+
+    def _start(
+        self, stack: ExitStack, entries: Iterable[Entry], at_a_time: int
+    ) -> dict[tuple[str, tuple[str, ...]], Server]:
+        """The servers of entries, each after a short answer to every one of its entries."""
+        servers: dict[tuple[str, tuple[str, ...]], Server] = {}
+        for entry in entries:
+            program, setting = entry
+            key = server_key(entry)
+            if entry.name in self.failed:
+                continue
+            try:
+                if key not in servers:
+                    self.note(f"starting {entry.name}")
+                    command = (*program.command, *setting.start)
+                    server = Server(command, self.log_of(program), program.environment)
+                    servers[key] = stack.enter_context(server)
+                ask_all(servers[key].url, program.model, [WARM_UP] * at_a_time, WARM_ASKED, dict(setting.body))
+            except ServerError as error:
+                self.leave_out(entry.name, error)
+        return servers
+
+    def _turn(
+        self, entry: Entry, server: Server, batch: Sequence[Prompt], asked: Asked, repeat: int, number: int
+    ) -> Turn:
+        start, own, everyone = perf_counter(), server.processor_seconds(), read_busy_seconds()
+        answers = ask_all(server.url, entry.program.model, batch, asked, dict(entry.setting.body))
+        own, everyone = server.processor_seconds() - own, read_busy_seconds() - everyone
+        others = max(0.0, everyone - own) / (perf_counter() - start)
+        sleep(entry.program.rest)
+        return Turn(entry, repeat, number, kind_of(batch), answers, others)
+
+    def log_of(self, program: Program) -> Path:
+        return self._logs / f"{program.key.replace('/', '-')}.txt"
+
+    def leave_out(self, name: str, error: Exception) -> None:
         self.failed[name] = str(error)
-        self._console.print(f"Left out: {name}: {error}", style="yellow", markup=False)
+        self.note(f"left out: {name}: {error}")
 
 
-def remove_turns(turns: Turns, entry: Entry, method: str) -> Turns:
-    """Without a method; with a plain method without its whole entry, which nothing could be compared with."""
-    return [(other, name) for other, name in turns if other != entry or (method != PLAIN and name != method)]
+def server_key(entry: Entry) -> tuple[str, tuple[str, ...]]:
+    return entry.program.key, entry.setting.start
 
 
-def make_key(entry: Entry, method: str, setting: Setting) -> MethodKey:
-    return MethodKey(entry.precision, entry.name, method, setting.name)
+def choose(program: Program, tried: Sequence[Tried]) -> list[Entry]:
+    """Plain decoding, the fastest setting without lookups and the fastest of all: up to three entries."""
+    fast = [each.setting for each in sorted(tried, key=lambda each: -(each.speed or 0)) if each.speed]
+    without = [setting for setting in fast if not setting.lookups]
+    return [Entry(program, setting) for setting in dict.fromkeys((program.plain, *without[:1], *fast[:1]))]
+
+
+def with_default(entries: Sequence[Entry]) -> list[Entry]:
+    """Ours as a user has it is always measured, whether the trial found it best or not."""
+    program = entries[0].program
+    default = [Entry(program, setting) for setting in program.settings if setting.name == DEFAULT]
+    return list(dict.fromkeys((*entries, *default)))

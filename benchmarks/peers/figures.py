@@ -1,147 +1,148 @@
-"""Figures of peers from single runs: medians, quartiles, ratios within a repeat and prompt, and equal texts."""
+"""Figures of a comparison from its turns: medians, ratios with their intervals, equal texts."""
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterable, Sequence
-from statistics import mean, median
+from collections.abc import Sequence
+from statistics import median
 from typing import NamedTuple
 
 import numpy as np
 
-from benchmarks.peers.protocol import PLAIN, Generation
+from benchmarks.peers.comparison import Turn
+from benchmarks.peers.program import PLAIN
+from benchmarks.tools.listing import Line, make_markdown, ratio
 
 OURS = "draftwood"
+ALL = "all"
+SAMPLES, INTERVAL = 2000, (2.5, 97.5)  # of the bootstrap; per cent
+COLUMNS = ("tokens/s", "first token ms", "× own plain", "× best other", "tokens per pass", "as plain", "KL", "others")
 
 
-class MethodKey(NamedTuple):
-    """Identifies a row of the table."""
+class Ratio(NamedTuple):
+    """The median of ratios within one repeat and batch, and its 95 % bootstrap interval."""
 
-    precision: str
-    peer: str
-    method: str
-    # The name of a Setting.
-    setting: str = ""
-
-
-class MethodRun(NamedTuple):
-    """One generation."""
-
-    # Number of the batch.
-    prompt: int
-    repeat: int
-    generation: Generation
-    # Processor seconds per second that other programs used meanwhile.
-    others: float
-
-    @property
-    def seconds_per_token(self) -> float:
-        return self.generation.seconds / self.generation.num_tokens
-
-
-class MethodRow(NamedTuple):
-    """One peer, precision, method and setting."""
-
-    precision: str
-    peer: str
-    method: str
-    setting: str
-    # Of all texts at the same time together: median and quartiles over batches and repeats.
-    tokens_per_second: float
+    median: float
     low: float
     high: float
-    # Speed over that of the same peer's plain decoding, and over that of the fastest method of another peer than
-    # Draftwood (None without one): medians of the ratios within one repeat and batch.
-    of_plain: float
-    of_best: float | None
-    # Share of prompts on which every text equals plain decoding of the same peer, and of the setting's first entry.
-    same_as_plain: float
-    same_as_first: float
-    # Of the target, and the share of proposed tokens that it accepted; None if the peer does not report them.
+
+
+class Row(NamedTuple):
+    """One program, precision and setting on one kind of text, or on all."""
+
+    kind: str
+    program: str
+    precision: str
+    setting: str
+    lookups: bool
+    # Of all texts at the same time together: median over batches and repeats.
+    tokens_per_second: float
+    # Median time to the first text; None if answers come whole.
+    first_ms: float | None
+    # Speed over that of the same program's plain decoding, and over that of the fastest setting of any other program
+    # than ours; None without one.
+    of_plain: Ratio
+    of_best: Ratio | None
+    # Of the target; None if the program does not tell.
     tokens_per_pass: float | None
-    acceptance: float | None
-    # See MethodRun, median.
+    # Share of batches whose texts equal those of the same program's plain decoding.
+    same_as_plain: float
+    # Processor seconds per second of everything else on the machine, median.
     others: float
 
     @property
     def ours(self) -> bool:
-        return self.peer.startswith(OURS)
+        return self.program == OURS
 
 
-def summarise(runs: dict[MethodKey, list[MethodRun]]) -> list[MethodRow]:
-    """Rows in the order of `runs`. Every peer, precision and setting must have a plain method, and every key of a
-    setting the same batches and repeats.
-
-    Raises ValueError for an empty text.
-    """
-    for key, own in runs.items():
-        if not own or not all(all(run.generation.texts) for run in own):
-            raise ValueError(f"{key.peer} ({key.precision}, {key.method}) wrote nothing")
-    first: dict[str, MethodKey] = {}
-    for key in runs:
-        if key.method == PLAIN:
-            first.setdefault(key.setting, key)
-    return [make_row(key, runs, runs[first[key.setting]]) for key in runs]
-
-
-def make_row(key: MethodKey, runs: dict[MethodKey, list[MethodRun]], first: Sequence[MethodRun]) -> MethodRow:
-    own, plain = runs[key], runs[key._replace(method=PLAIN)]
-    speeds = [1 / run.seconds_per_token for run in own]
-    low, middle, high = map(float, np.percentile(speeds, (25, 50, 75)))
-    best = find_best_other(key, runs)
-    return MethodRow(
-        *key,
-        tokens_per_second=middle,
-        low=low,
-        high=high,
-        of_plain=median_speed_ratio(own, plain),
-        of_best=median_speed_ratio(own, runs[best]) if best is not None else None,
-        same_as_plain=share_of_same_texts(own, plain),
-        same_as_first=share_of_same_texts(own, first),
-        tokens_per_pass=count_tokens_per_pass(own),
-        acceptance=measure_acceptance(own),
-        others=median(run.others for run in own),
+def summarise(turns: Sequence[Turn]) -> list[Row]:
+    """Rows of all texts, then of each kind, in the order of the run. Every program has plain turns."""
+    kinds = list(dict.fromkeys(turn.kind for turn in turns))
+    groups = {ALL: list(turns)} | (
+        {kind: [turn for turn in turns if turn.kind == kind] for kind in kinds} if len(kinds) > 1 else {}
     )
+    return [row for kind, group in groups.items() for row in make_rows(kind, group)]
 
 
-def find_best_other(key: MethodKey, runs: dict[MethodKey, list[MethodRun]]) -> MethodKey | None:
-    """The fastest method at this precision and setting, all variants of Draftwood excluded."""
-    group = [other for other in runs if (other.precision, other.setting) == (key.precision, key.setting)]
-    theirs = [other for other in group if not other.peer.startswith(OURS)]
-    return min(theirs, key=lambda other: median(run.seconds_per_token for run in runs[other]), default=None)
+def make_rows(kind: str, turns: Sequence[Turn]) -> list[Row]:
+    runs: dict[str, list[Turn]] = {}
+    for turn in turns:
+        runs.setdefault(turn.entry.name, []).append(turn)
+    others = [own for own in runs.values() if own[0].entry.program.name != OURS]
+    best = min(others, key=typical, default=None)
+    rows = []
+    for own in runs.values():
+        program, setting = own[0].entry
+        plain = runs[f"{program.key} {PLAIN}"]
+        first = [answer.first for turn in own for answer in turn.answers.answers if answer.first is not None]
+        rows.append(
+            Row(
+                kind,
+                program.name,
+                program.precision,
+                setting.name,
+                setting.lookups,
+                1 / typical(own),
+                1e3 * median(first) if first else None,
+                speed_ratio(own, plain),
+                None if best is None else speed_ratio(own, best),
+                count_tokens_per_pass(own),
+                share_of_same_texts(own, plain),
+                median(turn.others for turn in own),
+            )
+        )
+    return rows
 
 
-def median_speed_ratio(own: Iterable[MethodRun], other: Iterable[MethodRun]) -> float:
-    """Median of the speed ratios within one repeat and batch: a slow phase of the machine affects both sides."""
-    theirs = {(run.repeat, run.prompt): run.seconds_per_token for run in other}
-    return median(theirs[run.repeat, run.prompt] / run.seconds_per_token for run in own)
+def typical(turns: Sequence[Turn]) -> float:
+    """Median seconds per token."""
+    return median(turn.seconds_per_token for turn in turns)
 
 
-def share_of_same_texts(own: Iterable[MethodRun], other: Iterable[MethodRun]) -> float:
-    """Share of prompts on which all texts of both sides are equal."""
-    texts: dict[tuple[int, int], set[tuple[int, ...]]] = defaultdict(set)
-    for run in (*own, *other):
-        for number, text in enumerate(run.generation.texts):
-            texts[run.prompt, number].add(tuple(text))
-    return mean(len(variants) == 1 for variants in texts.values())
+def speed_ratio(own: Sequence[Turn], other: Sequence[Turn]) -> Ratio:
+    """Within one repeat and batch: a slow phase of the machine affects both sides."""
+    theirs = {(turn.repeat, turn.batch): turn.seconds_per_token for turn in other}
+    ratios = np.array([theirs[turn.repeat, turn.batch] / turn.seconds_per_token for turn in own])
+    drawn = np.random.default_rng(0).integers(0, len(ratios), (SAMPLES, len(ratios)))
+    low, high = np.percentile(np.median(ratios[drawn], axis=1), INTERVAL)
+    return Ratio(*(round(float(value), 3) for value in (np.median(ratios), low, high)))
 
 
-def count_tokens_per_pass(runs: Sequence[MethodRun]) -> float | None:
-    """Tokens per target pass, from the number of passes or of accepted tokens, whichever the peer reports."""
-    tokens = sum(run.generation.num_tokens for run in runs)
-    counters = [run.generation.counters for run in runs]
-    if all("target_passes" in counter for counter in counters):
-        return tokens / sum(counter["target_passes"] for counter in counters)
-    if all("accepted" in counter for counter in counters):
-        # Every pass yields one token that the target chose itself.
-        return tokens / (tokens - sum(counter["accepted"] for counter in counters))
-    return None
+def share_of_same_texts(own: Sequence[Turn], plain: Sequence[Turn]) -> float:
+    expected = {(turn.repeat, turn.batch): texts_of(turn) for turn in plain}
+    return sum(texts_of(turn) == expected[turn.repeat, turn.batch] for turn in own) / len(own)
 
 
-def measure_acceptance(runs: Sequence[MethodRun]) -> float | None:
-    """Accepted tokens divided by proposed ones; None if the peer does not report both, or proposed nothing."""
-    counters = [run.generation.counters for run in runs]
-    if not all("drafted" in counter and "accepted" in counter for counter in counters):
+def texts_of(turn: Turn) -> list[str]:
+    return [answer.text for answer in turn.answers.answers]
+
+
+def count_tokens_per_pass(turns: Sequence[Turn]) -> float | None:
+    """Every pass yields the accepted tokens and one that the target chose itself."""
+    answers = [answer for turn in turns for answer in turn.answers.answers]
+    accepted = [answer.accepted for answer in answers if answer.accepted is not None]
+    if not accepted:
         return None
-    drafted = sum(counter["drafted"] for counter in counters)
-    return sum(counter["accepted"] for counter in counters) / drafted if drafted else None
+    tokens = sum(answer.tokens for answer in answers)
+    return tokens / (tokens - sum(accepted))
+
+
+def to_markdown(rows: Sequence[Row], divergences: dict[str, float | None]) -> str:
+    """Groups by kind; in each the fastest comes first. divergences: in nats per token, by program/precision."""
+    groups: dict[str, list[Line]] = {}
+    for row in sorted(rows, key=lambda row: -row.tokens_per_second):
+        cells = [
+            f"{row.tokens_per_second:.1f}",
+            "" if row.first_ms is None else f"{row.first_ms:.0f}",
+            *map(interval, (row.of_plain, row.of_best)),
+            ratio(row.tokens_per_pass),
+            f"{row.same_as_plain:.0%}",
+            "" if (found := divergences.get(f"{row.program}/{row.precision}")) is None else f"{found:.4f}",
+            f"{row.others:.1f}",
+        ]
+        line = Line(f"{row.program}/{row.precision}", row.setting, cells, row.ours)
+        groups.setdefault(row.kind, []).append(line)
+    return make_markdown(COLUMNS, {kind: groups[kind] for kind in dict.fromkeys(row.kind for row in rows)})
+
+
+def interval(found: Ratio | None) -> str:
+    return "" if found is None else f"{found.median:.2f} ({found.low:.2f}-{found.high:.2f})"

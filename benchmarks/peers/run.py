@@ -1,157 +1,187 @@
-"""Compare peers on the same weights: same prompts and lengths, in turn, in one run on one machine.
+"""Programs at their best on the same GGUF files, over HTTP, in turn, in one run on one machine.
 
-    python -m benchmarks.peers.run --pair build/peers/202m --output benchmarks/results
+    python -m benchmarks.peers.run build/real/qwen2.5-coder-1.5b.gguf --draft build/real/qwen2.5-coder-0.5b.gguf \
+        --output benchmarks/results
 
---pair is a folder with `target`, `draft` (Hugging Face folders, or links to such) and `prompts.jsonl`. If the output
-vocabulary of `draft` is trimmed, `draft-full` is the same draft with all outputs, which all peers but Draftwood load.
-Every peer needs an environment: `sh benchmarks/peers/setup/NAME.sh` makes it once. A peer that cannot run is named and
-left out. Decoding is greedy. The precisions run one after the other, so that only programs of one are in memory, and
-the results are written after each. See docs/benchmarks.md.
+A trial on other prompts finds the best setting of each program with lookups and without; --work keeps what it found.
+Then every prompt goes to all programs in turn: plain, and at their best. A program that cannot run is named and left
+out. Each needs `sh benchmarks/peers/setup/NAME.sh`. See docs/benchmarks.md.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
-from benchmarks.peers.comparison import Comparison
-from benchmarks.peers.figures import MethodKey, MethodRun, summarise
-from benchmarks.peers.process import PROGRAMS, Entry, PeerError, parse_entries
-from benchmarks.peers.protocol import FULL_DRAFT, MANY, PeerOptions
-from benchmarks.peers.report import to_markdown
-from benchmarks.peers.settings import Setting, encode_chats, encode_whole, make_settings
+from benchmarks.peers.client import Asked
+from benchmarks.peers.comparison import Comparison, Entry, Tried, choose, with_default
+from benchmarks.peers.divergence import measure_divergences
+from benchmarks.peers.figures import summarise, to_markdown
+from benchmarks.peers.program import MANY, Conditions, Program, SetupError
+from benchmarks.peers.programs import make_program
+from benchmarks.peers.server import ended_by_sigterm
+from benchmarks.peers.texts import OWN, TRIAL, make_batches, read_prompts
 from benchmarks.tools.record import add_output, make_parser, rows_to_json, write_results
-from draftwood.builder.checkpoints.checkpoint import Checkpoint
-from draftwood.cli.bench import read_prompts
-from draftwood.cli.options import integers
 from draftwood.models.errors import DraftwoodError, RequestError
-from draftwood.runtime.text.tokenizer import Tokenizer
 
-PRECISIONS = ("fp32", "int8", "int4")
+PROGRAMS = "draftwood/file,llama.cpp/file,ik_llama.cpp/file,openvino-genai/file,vllm/bf16,transformers/bf16"
+TRIAL_PROMPTS, TRIAL_TOKENS = 3, 48
 WORK = Path("build/peers")
 
 
 def main() -> None:
     parser = make_parser(__doc__)
-    parser.add_argument("--pair", type=Path, required=True, metavar="DIR", help="folder with target and draft")
-    parser.add_argument("--prompts", type=Path, help="JSON lines (default prompts.jsonl of the pair)")
-    parser.add_argument("--limit", type=int, default=4, help="prompts of each length (default 4)")
-    lengths = "prompts in the model's chat template with so many tokens, each length by itself; default: as they are"
-    parser.add_argument("--prompt-tokens", type=integers, default=(), metavar="LENGTHS", help=lengths)
-    whole = "each prompt as a message of a user in the model's chat template, at its own length"
-    parser.add_argument("--chat", action="store_true", help=whole)
-    together = "texts at the same time, with prompts of the first length, or of --chat (default 1)"
-    parser.add_argument("--at-a-time", type=integers, default=(1,), metavar="NUMBERS", help=together)
+    parser.add_argument("target", type=Path, metavar="MODEL.gguf")
+    parser.add_argument("--draft", type=Path, metavar="DRAFT.gguf", help="of the same tokenizer")
     parser.add_argument(
-        "--peers", type=split_names, default=",".join(PROGRAMS), help="separated by commas (default %(default)s)"
+        "--programs", default=PROGRAMS, help="NAME/PRECISION, separated by commas (default %(default)s)"
     )
-    parser.add_argument(
-        "--precisions", type=split_names, default=",".join(PRECISIONS), help="of the weights (default %(default)s)"
-    )
-    parser.add_argument("--draft-tokens", type=integers, default=(3,), help="lengths of a chain (default 3)")
-    named = "besides plain, separated by commas: auto,chain:3,draft:3 (default: all)"
-    parser.add_argument("--methods", type=split_names, default=[], help=named)
-    parser.add_argument("--max-tokens", type=int, default=96, help="tokens per text (default %(default)s)")
-    parser.add_argument("--repeats", type=int, default=5, help="runs that count (default %(default)s)")
-    parser.add_argument("--threads", type=int, default=2, help="of every peer (default %(default)s)")
-    parser.add_argument("--work", type=Path, default=WORK, help="where the environments are (default %(default)s)")
-    add_output(parser, "peers_<pair>")
+    parser.add_argument("--prompts", type=Path, default=OWN, help="JSON lines in SPEED-Bench's form (default: ours)")
+    parser.add_argument("--kinds", default="", help="categories of prompts, separated by commas (default: all)")
+    parser.add_argument("--limit", type=int, default=3, help="prompts of each kind (default %(default)s)")
+    parser.add_argument("--max-tokens", type=int, default=64, help="of an answer (default %(default)s)")
+    parser.add_argument("--temperature", type=float, default=0.0, help="default %(default)s")
+    parser.add_argument("--at-a-time", type=int, default=1, help="texts (default %(default)s)")
+    parser.add_argument("--repeats", type=int, default=2, help="default %(default)s; 0: only the trial")
+    parser.add_argument("--threads", type=int, default=2, help="of every program (default %(default)s)")
+    parser.add_argument("--context", type=int, default=2048, help="tokens of a text (default %(default)s)")
+    parser.add_argument("--avx2", action="store_true", help="restrict every program to AVX2")
+    parser.add_argument("--divergence", action="store_true", help="also KL(weights of the file in fp32 || program)")
+    parser.add_argument("--work", type=Path, default=WORK, help="where programs are installed (default %(default)s)")
+    add_output(parser, "peers_<model>")
     args = parser.parse_args()
-    for name in ("limit", "max_tokens", "repeats", "threads"):
-        if getattr(args, name) < 1:
-            parser.error(f"--{name.replace('_', '-')} must be at least 1, not {getattr(args, name)}")
-    if not all(1 <= number <= MANY for number in args.at_a_time):
-        parser.error(f"--at-a-time must be from 1 to {MANY}")
-    if args.chat and args.prompt_tokens:
-        parser.error("--chat leaves prompts at their own lengths: leave --prompt-tokens out")
-    if max(args.at_a_time) > 1 and not (args.chat or args.prompt_tokens):
-        parser.error("--at-a-time needs --prompt-tokens or --chat")
     try:
-        chosen = parse_entries(args.peers, args.precisions)
-        texts = read_pair_prompts(args.pair, args.prompts or args.pair / "prompts.jsonl")
+        check(args)
+        with ended_by_sigterm():
+            run(args, Console(stderr=True))
     except DraftwoodError as error:
         parser.error(str(error))
-    comparison, before = Comparison(Console()), os.getloadavg()
-    runs: dict[MethodKey, list[MethodRun]] = {}
-    settings: list[Setting] = []
-    for group in group_by_precision(chosen, args.precisions):
+
+
+def check(args: argparse.Namespace) -> None:
+    """Raises RequestError that names the option."""
+    bounds = {"limit": (1, 10_000), "max_tokens": (2, 4096), "at_a_time": (1, MANY), "repeats": (0, 100)}
+    for name, (least, most) in (bounds | {"threads": (1, 1024), "context": (64, 1 << 20)}).items():
+        if not least <= getattr(args, name) <= most:
+            raise RequestError(f"--{name.replace('_', '-')} must be from {least} to {most}")
+    if not 0 <= args.temperature <= 2:
+        raise RequestError("--temperature must be from 0 to 2")
+    for file in (args.target, args.draft):
+        if file is not None and not file.is_file():
+            raise RequestError(f"{file} is no file: python -m benchmarks.tools.real_pair fetches a pair")
+
+
+def run(args: argparse.Namespace, console: Console) -> None:
+    work, before = args.work.resolve(), os.getloadavg()[0]
+    draft = args.draft and args.draft.resolve()
+    conditions = Conditions(args.target.resolve(), draft, work, args.threads, args.at_a_time, args.context, args.avx2)
+    kinds = [kind for kind in args.kinds.split(",") if kind]
+    batches = make_batches(read_prompts(args.prompts, args.limit, kinds), args.at_a_time)
+    asked = Asked(args.max_tokens, args.temperature)
+    comparison = Comparison(work / "logs", lambda line: console.print(line, style="dim", markup=False, highlight=False))
+    programs = make_programs(args.programs.split(","), conditions, comparison)
+    trials = Trials(work / "trials.json", args)
+    entries = list[Entry]()
+    for program in programs:
+        entries += with_default(choose(program, trials.of(program, conditions, comparison)))
+    turns = comparison.measure(entries, batches, asked, args.repeats) if args.repeats else []
+    rows = summarise(turns)
+    divergences = measure_divergences(programs, conditions, comparison) if args.divergence else {}
+    print(to_markdown(rows, divergences) if rows else trials.to_text(programs))
+    given = {
+        name: getattr(args, name)
+        for name in ("max_tokens", "temperature", "at_a_time", "repeats", "threads", "avx2", "limit")
+    }
+    figures: dict[str, Any] = {
+        "target": args.target.name,
+        "draft": args.draft and args.draft.name,
+        "prompts": args.prompts.name,
+        **given,
+        "load_before": before,
+        "load_after": os.getloadavg()[0],
+        "versions": {program.key: program.version for program in programs},
+        "failed": comparison.failed,
+        "divergence": divergences,
+        "trial": trials.as_json(programs),
+        "rows": rows_to_json(rows),
+    }
+    if rows:
+        write_results(args.output, args.name.replace("<model>", args.target.stem), figures)
+
+
+def make_programs(keys: Sequence[str], conditions: Conditions, comparison: Comparison) -> list[Program]:
+    """Those that are installed; the others are named. Raises RequestError when none is left."""
+    found = list[Program]()
+    for key in dict.fromkeys(keys):
         try:
-            for entry in group:
-                folders = (args.pair.resolve(), entry.precision, args.work.resolve() / entry.peer)
-                comparison.load(entry, PeerOptions(*folders, args.threads, args.draft_tokens, entry.variant))
-            settings = settings or choose_settings(args, texts, comparison)
-            for setting in settings:
-                runs |= comparison.measure(setting, args.methods, args.max_tokens, args.repeats)
-        except (DraftwoodError, PeerError) as error:
-            parser.error(str(error))
-        finally:
-            comparison.close()
-        if runs:  # what a run that is ended later has measured
-            write_comparison(args, comparison, settings, runs, before[0])
-    if not runs:
-        parser.error("no peer could run: see above, and the log each names")
-    print(to_markdown(summarise(runs)))
+            program = make_program(key, conditions)
+        except SetupError as error:
+            comparison.leave_out(key, error)
+            continue
+        if program.at_a_time < conditions.at_a_time:
+            comparison.leave_out(key, SetupError(f"it writes {program.at_a_time} texts at a time"))
+            continue
+        found.append(program)
+    if not found:
+        raise RequestError(f"no program is installed: {'; '.join(comparison.failed.values())}")
+    return found
 
 
-def choose_settings(args: argparse.Namespace, texts: Sequence[str], comparison: Comparison) -> list[Setting]:
-    """The settings of a run. Raises RequestError when the prompts do not suffice, PeerError when no program answers."""
-    with Tokenizer.load(args.pair / "target") as tokenizer:
-        if args.chat:
-            candidates = {"questions": encode_whole(tokenizer, texts)}
-        elif args.prompt_tokens:
-            lengths = dict.fromkeys(args.prompt_tokens)
-            candidates = {f"prompts of {each:,} tokens": encode_chats(tokenizer, texts, each) for each in lengths}
-        else:
-            return [Setting("", [[tokenizer.encode(text)] for text in texts[: args.limit]])]
-        ends = set(Checkpoint(args.pair / "target").eos_token_ids())
-        return make_settings(
-            candidates,
-            args.at_a_time,
-            args.limit,
-            lambda prompt: not ends.intersection(comparison.write_plainly(prompt, args.max_tokens)),
+class Trials:
+    """The trials of earlier runs under the same conditions, in a file; a program that has none gets its own."""
+
+    def __init__(self, file: Path, args: argparse.Namespace) -> None:
+        self._file, self._asked = file, Asked(min(TRIAL_TOKENS, args.max_tokens), args.temperature)
+        draft = args.draft.stem if args.draft else "no draft"
+        self._of = (
+            f"{args.target.stem}, {draft}, {args.at_a_time} at a time, T={args.temperature}, {args.threads} threads"
         )
+        self._of += ", AVX2" if args.avx2 else ""
 
+    def of(self, program: Program, conditions: Conditions, comparison: Comparison) -> list[Tried]:
+        if self._key(program) not in self._load():
+            # Texts at the same time begin differently, so that no program reads one of them for another.
+            prompts = [
+                prompt._replace(turns=(f"{number}. {prompt.turns[0]}",))
+                for number in range(1, conditions.at_a_time + 1)
+                for prompt in read_prompts(OWN, TRIAL_PROMPTS, [TRIAL])
+            ]
+            batches = make_batches(prompts, conditions.at_a_time)[: max(1, TRIAL_PROMPTS // conditions.at_a_time)]
+            tried = comparison.find_best(program, batches, self._asked)
+            if not any(each.speed for each in tried if each.setting == program.plain):
+                return tried
+            found = {self._key(program): {each.setting.name: each.speed or each.error for each in tried}}
+            self._file.parent.mkdir(parents=True, exist_ok=True)
+            self._file.write_text(json.dumps(self._load() | found, indent=2) + "\n", encoding="utf-8")
+        return self._read(program)
 
-def write_comparison(
-    args: argparse.Namespace,
-    comparison: Comparison,
-    settings: Sequence[Setting],
-    runs: dict[MethodKey, list[MethodRun]],
-    load: float,
-) -> None:
-    """load: of the machine before the run."""
-    rows = summarise(runs)
-    names = ("max_tokens", "repeats", "threads", "draft_tokens", "methods", "prompt_tokens", "chat", "at_a_time")
-    given = {name: getattr(args, name) for name in names} | {"full_draft": (args.pair / FULL_DRAFT).is_dir()}
-    loads = {"load_before": load, "load_after": os.getloadavg()[0]}
-    figures: dict[str, Any] = {"pair": args.pair.name, "prompts": len(settings[0].batches)} | given | loads
-    found = {"versions": comparison.versions, "failed": comparison.failed, "rows": rows_to_json(rows)}
-    write_results(args.output, args.name.replace("<pair>", args.pair.name), figures | found)
+    def as_json(self, programs: Sequence[Program]) -> dict[str, Any]:
+        known = self._load()
+        return {program.key: known.get(self._key(program)) for program in programs}
 
+    def to_text(self, programs: Sequence[Program]) -> str:
+        return json.dumps(self.as_json(programs), indent=2)
 
-def split_names(text: str) -> list[str]:
-    return text.split(",")
+    def _load(self) -> dict[str, dict[str, Any]]:
+        known: dict[str, dict[str, Any]] = json.loads(self._file.read_text("utf-8")) if self._file.is_file() else {}
+        return known
 
+    def _key(self, program: Program) -> str:
+        return f"{program.key}, {program.version}: {self._of}"
 
-def group_by_precision(chosen: Iterable[Entry], precisions: Sequence[str]) -> list[list[Entry]]:
-    """Groups in the order of `precisions`, without empty ones."""
-    groups = ([entry for entry in chosen if entry.precision == precision] for precision in precisions)
-    return [group for group in groups if group]
-
-
-def read_pair_prompts(pair: Path, file: Path) -> list[str]:
-    """The texts of prompts. Raises RequestError that names the fix."""
-    for role in ("target", "draft"):
-        if not (pair / role / "config.json").is_file():
-            raise RequestError(
-                f"{pair} has no checkpoint named {role}: python -m benchmarks.tools.pair writes such a folder"
-            )
-    return read_prompts(file)
+    def _read(self, program: Program) -> list[Tried]:
+        known = self._load()[self._key(program)]
+        single = [setting for setting in program.settings if setting.name in known]
+        mixed = [mixture for mixture in program.mixtures() if mixture.name in known]
+        return [
+            Tried(each, known[each.name] if isinstance(known[each.name], float) else None) for each in (*single, *mixed)
+        ]
 
 
 if __name__ == "__main__":

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import http.client
-import json
 import math
 import re
 import subprocess
@@ -16,7 +14,8 @@ from typing import NamedTuple
 
 from gguf import GGUFReader
 
-from benchmarks.peers.programs.llama_cpp import post, start_server
+from benchmarks.peers.client import post
+from benchmarks.peers.server import Server
 from benchmarks.precision.texts import WINDOW
 from draftwood.runtime.text.tokenizer import Tokenizer
 
@@ -52,7 +51,7 @@ class LlamaCpp:
         unfinished = path.with_suffix(".unfinished")
         if form == "F32":
             python = str(self._home / "venv" / "bin" / "python")
-            convert = [python, "-m", "benchmarks.peers.programs.convert_gguf", str(self._home / "source")]
+            convert = [python, "-m", "benchmarks.precision.convert_gguf", str(self._home / "source")]
             self._run([*convert, str(self._checkpoint.resolve()), "--outfile", str(unfinished), "--outtype", "f32"])
         else:
             self._run([self._program("llama-quantize"), str(self.file("F32")), str(unfinished), form])
@@ -91,13 +90,9 @@ class LlamaCpp:
     def decoder(self, form: str) -> Iterator[Complete]:
         """A llama-server for one sequence."""
         threads = self._threads
-        arguments = ["-m", self.file(form), "-c", 1024, "-np", 1, "-t", threads, "-tb", threads, "--log-disable"]
-        connection, process = start_server([self._program("llama-server"), *arguments])
-        try:
-            yield partial(complete, connection)
-        finally:
-            process.terminate()
-            process.wait()
+        arguments = ["-m", self.file(form), "-c", 1024, "-np", 1, "-t", threads, "-tb", threads]
+        with Server([self._program("llama-server"), *map(str, arguments)], self._work / "server.txt") as server:
+            yield partial(complete, server.url)
 
     def _program(self, name: str) -> str:
         return str(self._home / "build" / "bin" / name)
@@ -109,11 +104,8 @@ class LlamaCpp:
         return result.stdout + result.stderr
 
 
-def complete(connection: http.client.HTTPConnection, prompt: list[int], tokens: int) -> Decoded:
+def complete(url: str, prompt: list[int], tokens: int) -> Decoded:
     """Greedy text of a server, and tokens per second after the prompt, by its own clock."""
     request = {"prompt": prompt, "n_predict": tokens, "temperature": 0.0, "samplers": ["temperature"]}
-    body = json.dumps(request | {"cache_prompt": False, "return_tokens": True, "ignore_eos": False})
-    connection.close()  # the server closes idle connections
-    connection.connect()
-    reply = post(connection, "/completion", body)
+    reply = post(f"{url}/completion", request | {"cache_prompt": False, "return_tokens": True, "ignore_eos": False})
     return Decoded(list(reply["tokens"]), float(reply["timings"]["predicted_per_second"]))

@@ -1,50 +1,60 @@
-"""Whether two checkouts of this project decode a pair equally fast: every method, the same prompts, in turn.
+"""Whether two checkouts of this project decode equally fast: every setting, the same prompts, in turn, over HTTP.
 
-    python -m benchmarks.tools.same_speed --old OLD/.venv/bin/python --new .venv/bin/python --pair build/peers/202m \
-        --output benchmarks/results
+    python -m benchmarks.tools.same_speed --old OLD/.venv/bin/python --new .venv/bin/python \
+        --models build/real/qwen2.5-coder-0.5b.gguf --output benchmarks/results
 
-Each interpreter runs its own checkout's program of benchmarks/peers, which builds its own bundle of the pair. A cell is
-a method at a precision on a backend. In every round both programs are started anew, in alternating order, because the
-speed of a process depends on where its memory lies: of two processes of the same code one may be 15 % slower until it
-ends. Every prompt is decoded by both programs one directly after the other. A round's figure is the old time of all
-prompts over the new time; a cell's figure is the median over rounds, with a 95 % bootstrap interval.
+Each interpreter serves what its own checkout builds of a GGUF file or folder, or a bundle as it is. In every round both
+servers are started anew, in alternating order, because the speed of a process depends on where its memory lies: of two
+processes of the same code one may be 15 % slower until it ends. Every prompt is decoded by both one directly after the
+other. A round's figure is the old time of all prompts over the new time; a row's figure is the median over rounds, with
+a 95 % bootstrap interval.
 """
 
 from __future__ import annotations
 
-import json
 from collections import defaultdict
 from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from scipy.stats import bootstrap
 
-from benchmarks.peers.process import PeerProcess
-from benchmarks.peers.protocol import PeerOptions
+from benchmarks.peers.client import Asked, ask
+from benchmarks.peers.server import Server
+from benchmarks.peers.texts import OWN, Prompt, read_prompts
 from benchmarks.tools.record import add_output, make_parser, write_results
-from draftwood.runtime.text.tokenizer import Tokenizer
+from draftwood.runtime.speculation.config import SpeculativeConfig
+from draftwood.runtime.speculation.named import parse
 
-CELLS = ("native:fp32", "native:int8", "native:int4", "onnxruntime:fp32")
 METHODS = ("plain", "chain:8", "topk:7", "auto")
 
 
-def start(python: Path, options: PeerOptions) -> PeerProcess:
-    """The program of a checkout. python: an interpreter in CHECKOUT/.venv/bin."""
-    command = [str(python), "-m", "benchmarks.peers.programs.draftwood", *options.to_arguments()]
-    return PeerProcess(command, options.work / "log.txt", python.parents[2])
+def start(python: Path, model: str, threads: int, log: Path) -> Server:
+    """The server of a checkout. python: an interpreter in CHECKOUT/.venv/bin."""
+    command = [python, "-m", "draftwood", "serve", model, "--threads", threads, "--prefix-cache-slots", 0]
+    return Server([*map(str, command), "--served-model-name", "model"], log)
 
 
-def compare(old: PeerProcess, new: PeerProcess, method: str, prompts: list[list[int]], max_tokens: int) -> float:
+def fields_of(method: str) -> dict[str, Any]:
+    """Of a request."""
+    config, usual = parse(method), asdict(SpeculativeConfig())
+    own = config and {name: value for name, value in asdict(config).items() if value != usual[name]}
+    return {"speculative": False if own is None else own}
+
+
+def compare(old: Server, new: Server, method: str, prompts: Sequence[Prompt], max_tokens: int) -> float:
     """Old time over new time, after a text that warms up. Raises RuntimeError when the texts differ."""
     seconds = dict.fromkeys((old, new), 0.0)
     for turn, prompt in enumerate((prompts[0], *prompts)):
         order = (old, new)[:: (-1) ** turn]
-        found = {program: program.generate(method, [prompt], max_tokens) for program in order}
-        if found[old].texts != found[new].texts:
+        found = {server: ask(server.url, "model", prompt, Asked(max_tokens, 0), fields_of(method)) for server in order}
+        if found[old].text != found[new].text:
             raise RuntimeError(f"{method}: the texts differ")
-        for program, generation in found.items():
-            seconds[program] += generation.seconds if turn else 0
+        for server, answer in found.items():
+            seconds[server] += answer.seconds if turn else 0
     return seconds[old] / seconds[new]
 
 
@@ -59,35 +69,32 @@ def main() -> None:
     parser = make_parser(__doc__)
     parser.add_argument("--old", type=Path, required=True, metavar="PYTHON")
     parser.add_argument("--new", type=Path, required=True, metavar="PYTHON")
-    parser.add_argument("--pair", type=Path, required=True, help="folder of benchmarks.tools.pair")
-    parser.add_argument("--cells", default=",".join(CELLS), help="BACKEND:PRECISION, ... (default %(default)s)")
+    parser.add_argument("--models", nargs="+", required=True, help="GGUF files, folders or bundles")
     parser.add_argument("--methods", default=",".join(METHODS), help="default %(default)s")
-    parser.add_argument("--limit", type=int, default=2, help="prompts (default %(default)s)")
+    parser.add_argument("--prompts", type=Path, default=OWN, help="JSON lines (default: those of benchmarks/peers)")
+    parser.add_argument("--limit", type=int, default=1, help="prompts of each kind (default %(default)s)")
     parser.add_argument("--rounds", type=int, default=8, help="default %(default)s")
     parser.add_argument("--max-tokens", type=int, default=64, help="of a text (default %(default)s)")
     parser.add_argument("--threads", type=int, default=2, help="default %(default)s")
     add_output(parser, "same_speed")
     args = parser.parse_args()
-    lines = (args.pair / "prompts.jsonl").read_text(encoding="utf-8").splitlines()[: args.limit]
-    with Tokenizer.load(args.pair / "target") as tokenizer:
-        prompts = [tokenizer.encode(json.loads(line)["prompt"]) for line in lines]
+    prompts = read_prompts(args.prompts, args.limit)
     rows = []
-    for backend, precision in (cell.split(":") for cell in args.cells.split(",")):
+    for model in args.models:
         ratios = defaultdict[str, list[float]](list)
         for turn in range(args.rounds):
-            opened = {}
-            for python in (args.old, args.new)[:: (-1) ** turn]:
-                work = python.absolute().parents[2] / "build" / "same_speed"
-                options = PeerOptions(args.pair.absolute(), precision, work, args.threads, (3, 8), backend)
-                opened[python] = start(python.absolute(), options)
-            for method in args.methods.split(","):
-                ratios[method].append(compare(opened[args.old], opened[args.new], method, prompts, args.max_tokens))
-            for program in opened.values():
-                program.close()
+            with ExitStack() as stack:
+                opened: dict[Path, Server] = {}
+                for python in (args.old, args.new)[:: (-1) ** turn]:
+                    server = start(python.absolute(), model, args.threads, args.output / "same_speed.log")
+                    opened[python] = stack.enter_context(server)
+                for method in args.methods.split(","):
+                    servers = opened[args.old], opened[args.new]
+                    ratios[method].append(compare(*servers, method, prompts, args.max_tokens))
         for method, found in ratios.items():
-            rows.append({"backend": backend, "precision": precision, "method": method, **median_with_interval(found)})
+            rows.append({"model": Path(model).name, "method": method, **median_with_interval(found)})
             print(*rows[-1].values(), flush=True)
-    figures = {"pair": args.pair.name, "prompts": len(prompts), "max_tokens": args.max_tokens, "rounds": args.rounds}
+    figures = {"prompts": len(prompts), "max_tokens": args.max_tokens, "rounds": args.rounds}
     write_results(args.output, args.name, {**figures, "rows": rows})
 
 

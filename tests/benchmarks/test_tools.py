@@ -64,7 +64,7 @@ def test_the_index_lists_every_script_and_every_result() -> None:
     assert all(re.fullmatch(r"results/[\w.-]+_20\d\d-\d\d-\d\d\.(json|svg)", link) for link in linked)
     scripts = {file.relative_to(folder).as_posix() for file in folder.rglob("*.py") if "def main(" in file.read_text()}
     named = set(re.findall(r"^\| `([\w/]+\.py)`", index, re.MULTILINE))
-    assert scripts - {"peers/programs/convert_gguf.py"} <= named and all((folder / name).is_file() for name in named)
+    assert scripts - {"precision/convert_gguf.py"} <= named and all((folder / name).is_file() for name in named)
 
 
 def test_the_demo_s_folders_hold_the_numbers_of_their_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,187 +1,146 @@
-"""llama.cpp: one llama-server per method, asked over local connections.
+"""llama.cpp and ik_llama.cpp: llama-server on the files themselves.
 
-A server's draft and length of a proposal are fixed when it starts, and so is the number of its slots, which is that of
-the texts at a time. Weights are memory-mapped, so the servers share them. Key and value caches stay fp16, the default,
-at every precision of the weights. Q8_0 and Q4_0 are llama.cpp's own recipes; Q4_0 keeps the vocabulary projection at
-6 bits, the variant "pure" does not. The variants "q4_1" and "q4_k_m" are other recipes of four bits. Seconds are those
-of the whole requests over open connections. The counter "own_seconds" has the server's own measurement, without HTTP.
+A server's kind of proposals is fixed when it starts. Caches of prompts are off, since prompts recur. Keys and values
+stay fp16, the default. The default lengths of n-gram kinds are made for long texts, so that there are short ones, too.
 """
 
 from __future__ import annotations
 
-import atexit
-import http.client
-import json
-import socket
 import subprocess
-import sys
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
-from time import monotonic, perf_counter, sleep
-from typing import Any, NamedTuple
 
-from benchmarks.peers.protocol import MANY, PLAIN, Generation, PeerOptions, serve, split_method
+from benchmarks.peers.program import FILE, PLAIN, Conditions, Program, Setting, SetupError, flags, installed
+from draftwood.models.errors import RequestError
 
-TYPES = {"fp32": "F32", "bf16": "BF16", "int8": "Q8_0", "int4": "Q4_0"}
-CONTEXT = 1024  # tokens; a slot has a multiple
-SECONDS_TO_LOAD = 120
-
-
-class Slots(NamedTuple):
-    """The room of a server: texts at a time, and tokens of each."""
-
-    number: int
-    tokens: int
+LENGTHS = (2, 3, 4, 6, 8)
+CONFIDENT = 0.75  # a draft token less probable than this ends a proposal
+SHORT = {"n": 3, "m": 8}  # tokens that must recur, and that are proposed
 
 
-class LlamaCpp:
-    def __init__(self, options: PeerOptions) -> None:
-        self._options = options
-        self._models = options.convert_once(self._convert)
-        self._servers: dict[str, tuple[http.client.HTTPConnection, subprocess.Popen[bytes]]] = {}
-        self._slots = Slots(1, CONTEXT)
-        atexit.register(self.close)
-        shown = subprocess.run([self._program("llama-server"), "--version"], capture_output=True, text=True, check=True)
-        self.version = (shown.stdout + shown.stderr).partition("\n")[0]
-        self.methods, self.at_a_time = options.methods("draft"), MANY
-        self._server(PLAIN)
-
-    def generate(self, method: str, prompts: list[list[int]], max_tokens: int) -> Generation:
-        longest = max(map(len, prompts)) + max_tokens
-        slots = Slots(len(prompts), CONTEXT * -(-longest // CONTEXT))
-        if slots != self._slots:
-            self.close()
-            self._slots = slots
-        first = self._server(method)
-        connections = [first, *(http.client.HTTPConnection(first.host, first.port) for _ in prompts[1:])]
-        for connection in connections:
-            connection.close()  # the server closes idle connections
-            connection.connect()
-        bodies = [json.dumps(self._request(prompt, max_tokens)) for prompt in prompts]
-        with ThreadPoolExecutor(len(prompts)) as clients:
-            start = perf_counter()
-            replies = list(clients.map(lambda one, body: post(one, "/completion", body), connections, bodies))
-            seconds = perf_counter() - start
-        texts = [self._read_tokens(one, reply) for one, reply in zip(connections, replies, strict=True)]
-        for connection in connections[1:]:
-            connection.close()
-        return Generation(texts, seconds, count([reply["timings"] for reply in replies]))
-
-    def close(self) -> None:
-        for connection, process in self._servers.values():
-            connection.close()
-            process.terminate()
-            process.wait()
-        self._servers = {}
-
-    def _request(self, prompt: list[int], max_tokens: int) -> dict[str, Any]:
-        # ignore_eos would forbid the end of text, which changes what is written before it.
-        request = {"prompt": prompt, "n_predict": max_tokens, "temperature": 0.0, "samplers": ["temperature"]}
-        return request | {"cache_prompt": False, "return_tokens": True, "ignore_eos": False}
-
-    def _read_tokens(self, connection: http.client.HTTPConnection, reply: dict[str, Any]) -> list[int]:
-        tokens: list[int] = reply["tokens"]
-        return tokens
-
-    def _server(self, method: str) -> http.client.HTTPConnection:
-        if method not in self._servers:
-            self._servers[method] = self._start(method)
-        return self._servers[method][0]
-
-    def _start(self, method: str) -> tuple[http.client.HTTPConnection, subprocess.Popen[bytes]]:
-        command = [self._program("llama-server"), "-m", self._models / "target.gguf", *self._arguments(method)]
-        command += ["-np", self._slots.number, "-c", self._slots.number * self._slots.tokens]
-        command += ["-t", self._options.threads, "-tb", self._options.threads, "--no-warmup", "--log-disable"]
-        return start_server(command)
-
-    def _arguments(self, method: str) -> list[object]:
-        """Arguments of the server for a method."""
-        kind, length = split_method(method)
-        if kind == "draft":
-            draft = ["-md", self._models / "draft.gguf", "--spec-type", "draft-simple"]
-            return [*draft, "--spec-draft-n-max", length]
-        if kind != PLAIN:
-            raise ValueError(f"method {method!r} is not one of {', '.join(self.methods)}")
-        return []
-
-    def _program(self, name: str) -> str:
-        return str(self._options.work / "build" / "bin" / name)
-
-    def _converter(self) -> list[str]:
-        """The command that converts a Hugging Face folder."""
-        return make_converter(Path(sys.executable), self._options.work)
-
-    def _convert(self, folder: Path) -> None:
-        variant = self._options.variant
-        precision = variant.upper() if variant.startswith("q4_") else TYPES[self._options.precision]
-        for role, source in self._options.checkpoints.items():
-            whole = folder / f"{role}-F32.gguf"
-            convert = [*self._converter(), str(source), "--outfile", str(whole), "--outtype", "f32"]
-            subprocess.run(convert, check=True, stdout=sys.stderr)
-            if precision == "F32":
-                whole.rename(folder / f"{role}.gguf")
-                continue
-            pure = ["--pure"] if variant == "pure" else []
-            quantize = [self._program("llama-quantize"), *pure, str(whole), str(folder / f"{role}.gguf"), precision]
-            subprocess.run(quantize, check=True, stdout=sys.stderr)
-            whole.unlink()
+def make(precision: str, conditions: Conditions) -> Program:
+    """precision: "file", or "bf16" for the file's weights in bf16."""
+    server, environment = find_server("llama.cpp", "libggml-cpu.so", conditions)
+    if precision != FILE:
+        target, draft = conditions.target, conditions.draft
+        conditions = conditions._replace(
+            target=as_bf16(target, precision, conditions), draft=draft and as_bf16(draft, precision, conditions)
+        )
+    return make_program("llama.cpp", server, precision, conditions, environment)
 
 
-def make_converter(python: Path, home: Path) -> list[str]:
-    """home: llama.cpp's folder, with its source."""
-    return [str(python), "-m", "benchmarks.peers.programs.convert_gguf", str(home / "source")]
+def make_ik(precision: str, conditions: Conditions) -> Program:
+    if precision != FILE:
+        raise RequestError(f"ik_llama.cpp runs here on the file itself, not at {precision!r}: ik_llama.cpp/{FILE}")
+    server, environment = find_server("ik_llama.cpp", "libggml.so", conditions)
+    return make_program("ik_llama.cpp", server, FILE, conditions, environment)
 
 
-def start_server(command: Sequence[object]) -> tuple[http.client.HTTPConnection, subprocess.Popen[bytes]]:
-    """Start a llama-server on a free port of this machine, and wait until it has loaded. Raises RuntimeError when it
-    does not."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    process = subprocess.Popen([*map(str, command), "--host", "127.0.0.1", "--port", str(port)], stdout=sys.stderr)
-    connection = http.client.HTTPConnection("127.0.0.1", port)
-    deadline = monotonic() + SECONDS_TO_LOAD
-    while not is_healthy(connection):
-        if process.poll() is not None or monotonic() > deadline:
-            process.kill()
-            process.wait()
-            shown = " ".join(map(str, command))
-            raise RuntimeError(f"this server did not start; its last lines are on stderr: {shown}")
-        sleep(0.1)
-    return connection, process
+def find_server(name: str, kernels: str, conditions: Conditions) -> tuple[Path, tuple[tuple[str, str], ...]]:
+    """The server, and the environment that gives it the kernels for AVX2 alone where these are wanted."""
+    home = conditions.work / name
+    server = installed(home / "build" / "bin" / "llama-server", name, conditions)
+    if not conditions.avx2:
+        return server, ()
+    found = next((home / "build-avx2").rglob(kernels), home / "build-avx2" / kernels)
+    return server, (("LD_LIBRARY_PATH", str(installed(found, name, conditions, "avx2").parent)),)
 
 
-def post(connection: http.client.HTTPConnection, path: str, body: str) -> dict[str, Any]:
-    """One request. Raises RuntimeError with the server's message."""
-    connection.request("POST", path, body, {"Content-Type": "application/json"})
-    answer = connection.getresponse()
-    content = answer.read()
-    reply: dict[str, Any] = json.loads(content)
-    if answer.status != 200:
-        raise RuntimeError(f"llama-server answered {reply}")
-    return reply
+def make_program(
+    name: str, server: Path, precision: str, conditions: Conditions, environment: tuple[tuple[str, str], ...] = ()
+) -> Program:
+    """Of any llama-server: what it can do is in its --help. Raises SetupError when it cannot be run."""
+    shown = run(server, "--help")
+    modern = "--spec-draft-n-max" in shown
+    slots, threads = conditions.at_a_time, conditions.threads
+    command = [server, "-m", conditions.target, "-a", "model", "-np", slots, "-c", slots * conditions.context]
+    command += ["-t", threads, "-tb", threads, "--no-warmup", "-cram", 0]
+    stateless = "--no-cache-prompt" in shown
+    command += ["--no-cache-prompt"] if stateless else []
+    command += ["-rtr"] if "--run-time-repack" in shown else []  # ik_llama.cpp's kernels want other orders of weights
+    command += ["--jinja"] if "--jinja" in shown else []
+    return Program(
+        name,
+        precision,
+        f"{name} {read_version(server)}",
+        flags(*command),
+        tuple(
+            setting if stateless else replace(setting, body=(("cache_prompt", False),))
+            for setting in settings(conditions.draft, shown, modern)
+        ),
+        environment,
+        mixed=mix_modern if modern else mix,
+    )
 
 
-def count(timings: Sequence[dict[str, Any]]) -> dict[str, float]:
-    """The protocol's counters, from what the server reports of each request."""
-    counters = {"own_seconds": max((each["prompt_ms"] + each["predicted_ms"]) / 1e3 for each in timings)}
-    if all("draft_n" in each for each in timings):
-        counters["drafted"] = sum(each["draft_n"] for each in timings)
-        counters["accepted"] = sum(each["draft_n_accepted"] for each in timings)
-    return counters
+def settings(draft: Path | None, shown: str, modern: bool) -> tuple[Setting, ...]:
+    found = [Setting(PLAIN)]
+    if draft is not None:
+        kind = ("--spec-type", "draft-simple") if modern else ()
+        limit, least = ("--spec-draft-n-max", "--spec-draft-p-min") if modern else ("--draft-max", "--draft-p-min")
+        start = flags("-md", draft, *kind)
+        found += [Setting(f"draft:{n}", (*start, *flags(limit, n, least, 0))) for n in LENGTHS]
+        found.append(Setting("draft:8 confident", (*start, *flags(limit, 8, least, CONFIDENT))))
+        if "--spec-autotune" in shown:
+            found.append(Setting("draft:8 autotune", (*start, *flags(limit, 8, "--spec-autotune"))))
+    if "ngram" in shown:
+        for kind_of_lookup in ("ngram-simple", "ngram-map-k", "ngram-map-k4v"):
+            size = f"--spec-{kind_of_lookup}-size" if modern else "--spec-ngram-size"
+            short = flags(f"{size}-n", SHORT["n"], f"{size}-m", SHORT["m"])
+            found.append(lookup(f"{kind_of_lookup} short", kind_of_lookup, *short))
+        found += [lookup(kind_of_lookup, kind_of_lookup) for kind_of_lookup in ("ngram-mod", "ngram-cache")]
+    if modern:
+        short = flags("--spec-ngram-mod-n-match", 6, "--spec-ngram-mod-n-min", 2, "--spec-ngram-mod-n-max", SHORT["m"])
+        found.append(lookup("ngram-mod short", "ngram-mod", *short))
+    return tuple(found)
 
 
-def is_healthy(connection: http.client.HTTPConnection) -> bool:
+def lookup(name: str, kind: str, *more: str) -> Setting:
+    return Setting(name, ("--spec-type", kind, *more), lookups=True)
+
+
+def mix_modern(draft: Setting, lookup: Setting) -> Setting:
+    """One list of both kinds of proposals."""
+    kinds = [setting.start[setting.start.index("--spec-type") + 1] for setting in (lookup, draft)]
+    rest = [part for setting in (draft, lookup) for part in without_kind(setting.start)]
+    return Setting(f"{draft.name} + {lookup.name}", ("--spec-type", ",".join(kinds), *rest), lookups=True)
+
+
+def mix(draft: Setting, lookup: Setting) -> Setting:
+    return Setting(f"{draft.name} + {lookup.name}", draft.start + lookup.start, draft.body, lookups=True)
+
+
+def without_kind(start: tuple[str, ...]) -> tuple[str, ...]:
+    at = start.index("--spec-type")
+    return start[:at] + start[at + 2 :]
+
+
+def as_bf16(model: Path, precision: str, conditions: Conditions) -> Path:
+    """A file's weights in bf16, made once. Raises RequestError for another precision."""
+    if precision != "bf16":
+        raise RequestError(f"llama.cpp runs here at {FILE} or bf16, not {precision!r}")
+    made = conditions.work / "models" / f"{model.stem}-bf16.gguf"
+    if not made.is_file():
+        made.parent.mkdir(parents=True, exist_ok=True)
+        unfinished = made.with_suffix(".unfinished")
+        quantize = installed(
+            conditions.work / "llama.cpp" / "build" / "bin" / "llama-quantize", "llama.cpp", conditions
+        )
+        run(quantize, "--allow-requantize", model, unfinished, "BF16")
+        unfinished.rename(made)
+    return made
+
+
+def read_version(server: Path) -> str:
+    lines = [line for line in run(server, "--version").splitlines() if line.startswith("version")]
+    return lines[0].partition(":")[2].strip() if lines else "of unknown version"
+
+
+def run(program: Path, *arguments: object) -> str:
+    """What a program writes. Raises SetupError when it cannot be run or fails."""
+    command = [str(program), *map(str, arguments)]
     try:
-        connection.request("GET", "/health")
-        answer = connection.getresponse()
-        answer.read()
-    except (OSError, http.client.HTTPException):
-        connection.close()
-        return False
-    return answer.status == 200
-
-
-if __name__ == "__main__":
-    serve(LlamaCpp)
+        done = subprocess.run(command, capture_output=True, text=True, errors="replace", check=True, timeout=1200)
+    except (OSError, subprocess.SubprocessError) as error:
+        raise SetupError(f"{program} cannot be run: {error}") from error
+    return done.stdout + done.stderr

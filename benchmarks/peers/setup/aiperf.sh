@@ -1,7 +1,6 @@
 #!/bin/sh
-# Usage: sh benchmarks/load/serving/setup/aiperf.sh [WORK]
+# Usage: sh benchmarks/peers/setup/aiperf.sh [WORK]
 # NVIDIA's AIPerf in WORK/aiperf (default build/peers), in an environment of its own: a minute or two, 1.2 GB.
-# llama.cpp's server comes from benchmarks/peers/setup/llama.cpp.sh.
 set -eu
 home=${1:-build/peers}/aiperf
 mkdir -p "$home"

@@ -1,4 +1,4 @@
-"""Run llama.cpp's converter on tokenizers whose pre-tokenizer it does not know; llama_cpp.py starts this program.
+"""Run llama.cpp's converter on tokenizers whose pre-tokenizer it does not know.
 
 Peers get token ids, so the pre-tokenizer does not matter here. GPT-2's is recorded.
 """
