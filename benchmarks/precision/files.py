@@ -81,24 +81,10 @@ def own(engine: Engine) -> dict[str, float]:
     return {"plain": decode(engine, tokens[:PROMPT_TOKENS], DECODED).speed, "prompt": READ / seconds}
 
 
-def peer(program: str, file: Path, args: object) -> dict[str, float]:
+def peer(program: str, file: Path, threads: int) -> dict[str, float]:
     """The same of a llama-bench."""
-    threads = args.threads
-    command = [
-        program,
-        "-m",
-        str(file),
-        "-p",
-        str(READ),
-        "-n",
-        str(DECODED),
-        "-t",
-        str(threads),
-        "-r",
-        "1",
-        "-o",
-        "json",
-    ]
+    command = [program, "-m", str(file), "-p", str(READ), "-n", str(DECODED), "-t", str(threads)]
+    command += ["-r", "1", "-o", "json"]
     tests = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
     return {"prompt" if test["n_prompt"] else "plain": float(test["avg_ts"]) for test in tests}
 

@@ -56,6 +56,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "SmolLM3ForCausalLM": {"no_rope_layers": [1, 0], "no_rope_layer_interval": 2, "mlp_bias": True},
     "GraniteForCausalLM": dict.fromkeys(MULTIPLIERS, 2.0),
     "Phi3ForCausalLM": {"partial_rotary_factor": 0.5, "original_max_position_embeddings": 64, "full_attn_mod": 1},
+    "Gemma3ForCausalLM": {"sliding_window": 64, "sliding_window_pattern": 2, "rope_local_base_freq": 500.0}
+    | {"query_pre_attn_scalar": 8.0, "layer_types": None, "final_logit_softcapping": None},
 }
 SCALED = {"factor": 4.0, "original_max_position_embeddings": 64, "attention_factor": 1.2, "rope_theta": 1e4}
 YARN = dict.fromkeys(("beta_slow", "mscale"), 1.0) | {"beta_fast": 32.0, "mscale_all_dim": 0.5, "truncate": True}
