@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from importlib.metadata import version
 from pathlib import Path
@@ -20,16 +21,9 @@ def make(precision: str, conditions: Conditions) -> Program:
     else:
         command += [conditions.target, "--draft", conditions.draft or "none"]
         command += [] if precision == FILE else ["--precision", precision]
-    command += [
-        "--threads",
-        conditions.threads,
-        "--max-running",
-        conditions.at_a_time,
-        "--prefix-cache-slots",
-        0,
-        "--served-model-name",
-        "model",
-    ]
+    # Costs belong to a number of threads, and those that a build measures to the default.
+    command += [] if conditions.threads == os.cpu_count() else ["--threads", conditions.threads]
+    command += ["--max-running", conditions.at_a_time, "--prefix-cache-slots", 0, "--served-model-name", "model"]
     drafts = (
         Setting("no lookups", body=speculative(lookups="off")),
         *(
