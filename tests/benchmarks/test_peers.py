@@ -30,7 +30,7 @@ from benchmarks.peers.texts import OWN, TRIAL, Prompt, make_batches, read_prompt
 from draftwood.models.errors import RequestError
 
 FAKE = (sys.executable, fake_completions.__file__)
-FAST, MANY_TOKENS = ("claimed", 1_000_000), ("claimed", 2_000_000)
+FAST, MANY_TOKENS = ("claimed", 1_000_000), ("claimed", 2_000_000_000)
 
 
 def fake(name: str, *settings: Setting) -> Program:

@@ -252,9 +252,9 @@ def test_kinds_of_rounds_meet_the_same_minutes(monkeypatch: pytest.MonkeyPatch) 
 
 def test_a_plan_behind_a_long_text_uses_what_was_measured_there(timed: Any) -> None:
     """Up to 1,536 tokens rows cost nothing, after 8,000 each costs more than a pass: a line would not say so."""
-    timed(lambda role, length, rows: 0.01 if role == DRAFT else 1.0 + length / 8000 + 3 * rows * (length > 4000))
+    timed(lambda role, length, rows: 0.01 if role == DRAFT else 1.0 + length / 8000 + 4 * rows * (length > 4000))
     whole, short = measure(pair(8000), quiet, repeats=1), measure(pair(8000), quiet, CONTEXTS, repeats=1)
-    assert whole.target.contexts == (*CONTEXTS, 8000) and whole.target.at(4, 8000) == pytest.approx(14.0)
+    assert whole.target.contexts == (*CONTEXTS, 8000) and whole.target.at(4, 8000) == pytest.approx(18.0)
     assert short.target.at(4, 8000) == pytest.approx(2.0)
     free = HostCosts(0.0, 0.0, 0.0)
     plans = [

@@ -98,7 +98,7 @@ class FakeEngine(Runner):
         )
         widths = tuple(width for width in (1, 2, 4, 8, 16, 32, 64) if width <= max_width)
         self.spec = EngineSpec(
-            role, "fake", "", model, widths, 4096, "fp64", ("logits",), kept_tokens=kept_tokens, cache_precision="fp32"
+            role, "fake", "", model, widths, 4096, "fp32", ("logits",), kept_tokens=kept_tokens, cache_precision="fp32"
         )
         self.predict = predict
         self.accept = accept

@@ -70,7 +70,7 @@ def test_a_list_of_prompts_shares_passes_and_changes_no_text(
         assert [each.prompt_token_ids for each in found] == [each.prompt_token_ids for each in alone]
         for prompt in PROMPTS:
             llm.generate(prompt, GREEDY)
-        assert together < 0.6 * (gpu.ran["a program"] - together)
+        assert together < 0.85 * (gpu.ran["a program"] - together)
         if name == "tree":
             assert sum(each.stats.num_accepted_tokens for each in found) > 0
 
