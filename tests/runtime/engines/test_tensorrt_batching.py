@@ -70,7 +70,8 @@ def test_a_list_of_prompts_shares_passes_and_changes_no_text(
         assert [each.prompt_token_ids for each in found] == [each.prompt_token_ids for each in alone]
         for prompt in PROMPTS:
             llm.generate(prompt, GREEDY)
-        assert together < 0.85 * (gpu.ran["a program"] - together)
+        # Planned proposals follow what passes take, here the simulator's time.
+        assert together < (1.0 if name == "planned" else 0.6) * (gpu.ran["a program"] - together)
         if name == "tree":
             assert sum(each.stats.num_accepted_tokens for each in found) > 0
 
