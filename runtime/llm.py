@@ -31,11 +31,10 @@ from .engines.base import Engine
 from .engines.shared.memory import CacheBudget, cache_budget, check_text_memory
 from .engines.shared.pool import PooledEngine, pools_over
 from .prompt import PromptType, check_prompt, is_batch, plain_prompt, too_long_error
-from .sampling.constraint import Constraint
 from .sampling.params import SamplingParams
 from .sampling.random import seeded_streams
 from .sampling.sampler import Sampler
-from .sampling.thought import ThoughtConstraint
+from .sampling.thought import after_thought
 from .speculation.config import SpeculativeConfig
 from .speculation.planning.budget import DraftBudget
 from .speculation.planning.cost import CostModel
@@ -80,7 +79,7 @@ class LLM:
         asked, speculative = with_others(Model.of(model, draft, precision, max_length), speculative, others)
         self.bundle = EngineBundle.open(bundle_of(asked), private_weights)
         self.tokenizer = Tokenizer.load(self.bundle.folder)
-        self.reasoning = Reasoning.of(self.tokenizer)  # None if the model does not think
+        self.reasoning = Reasoning.of(self.tokenizer)
         self._default_params = default_params(self.bundle)
         self.speculative, self._provider = speculative, provider
         self.target = self.bundle.open_engine(TARGET, threads, provider)
@@ -115,8 +114,7 @@ class LLM:
         bar. observe: called with every round (`round.Round`) until it returns True; the texts are written one by one.
         speculative: the configuration of these texts. Raises RequestError or ConfigError before the first text.
         """
-        given = prompts if is_batch(prompts) else [cast(PromptType, prompts)]
-        plain = [plain_prompt(prompt) for prompt in given]
+        plain = [plain_prompt(prompt) for prompt in (prompts if is_batch(prompts) else [cast(PromptType, prompts)])]
         encoded = [self.encode(prompt) for prompt in plain]
         texts = [prompt if isinstance(prompt, str) else None for prompt in plain]
         return complete(self, texts, encoded, sampling_params, use_tqdm, observe, speculative)
@@ -188,10 +186,9 @@ class LLM:
     def sampler(self, params: SamplingParams, prompt: Sequence[int], prepared: Prepared | None = None) -> Sampler:
         """The sampler of a request. prepared: see `job`. Raises RequestError."""
         grammar, bad_words, thought = prepared or self.prepare(params)
-        constraint: Constraint | None = None if grammar is None else grammar.start()
         eos, vocab_size = self.bundle.manifest.eos_token_ids, self.target.spec.model.vocab_size
-        if thought is not None and (constraint is not None or thought.budget is not None):
-            constraint = ThoughtConstraint(thought, constraint, vocab_size, [*eos, *params.stop_token_ids])
+        form = None if grammar is None else grammar.start()
+        constraint = after_thought(thought, form, vocab_size, (*eos, *params.stop_token_ids))
         return Sampler(params, prompt, eos, vocab_size, constraint, bad_words)
 
     def prepare(self, params: SamplingParams) -> Prepared:
@@ -223,8 +220,7 @@ class LLM:
     ) -> list[RequestOutput]:
         """Answer a conversation of {"role", "content"} messages, or each conversation of a list, see `generate`; the
         other arguments are those of ChatSettings. tools: the chat template tells the model of them; calls are part of
-        the text. Raises RequestError without a chat template, and for an invalid conversation.
-        """
+        the text. Raises RequestError without a chat template, and for an invalid conversation."""
         given = messages if is_conversations(messages) else [cast(Conversation, messages)]
         continuing = (add_generation_prompt, continue_final_message)
         settings = ChatSettings(*continuing, template_kwargs=chat_template_kwargs or {}, tools=tools or ())
@@ -276,9 +272,8 @@ class LLM:
         allows it. The caller closes it before the LLM.
 
         kv_cache_bytes: see `cache_budget`. prefix_cache_slots: see PooledEngine.share_prefixes; 0: requests share no
-        rows. max_pause_ms: see PrefillLimit; None: texts wait for prompts as long as it takes. slots:
-        for the caches of all requests; None: by the memory. Raises ConfigError when
-        the memory suffices for no request.
+        rows. max_pause_ms: see PrefillLimit; None: texts wait for prompts as long as it takes. slots: of all caches;
+        None: by the memory. Raises ConfigError when the memory suffices for no request.
         """
         prefill = None if max_pause_ms is None else PrefillLimit(self.costs, max_pause_ms)
         target, draft, pools = self.target, self.draft, list[PooledEngine]()

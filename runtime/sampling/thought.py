@@ -90,3 +90,12 @@ class ThoughtConstraint:
     def _is_spent(self) -> bool:
         used = self._head - (not self._thought.begun)
         return self._thought.budget is not None and used >= self._thought.budget
+
+
+def after_thought(
+    thought: Thought | None, form: Constraint | None, vocab_size: int, endings: Sequence[int]
+) -> Constraint | None:
+    """The constraint of a text that may think before it has its form; None if any text will do."""
+    if thought is None or (form is None and thought.budget is None):
+        return form
+    return ThoughtConstraint(thought, form, vocab_size, endings)

@@ -216,7 +216,10 @@ bodies = st.dictionaries(st.sampled_from(FIELDS.split()), values, max_size=4)
 @settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
 @given(bodies, st.sampled_from([COMPLETIONS, CHAT, MESSAGES_API, RESPONSES, "/tokenize", "/detokenize"]))
 def test_whatever_a_body_holds_it_is_answered(client: Any, body: dict[str, Any], path: str) -> None:
-    wanted = {COMPLETIONS: {"prompt": "x"}, RESPONSES: {"input": "x", "max_output_tokens": 2}}
+    wanted: dict[str, dict[str, Any]] = {
+        COMPLETIONS: {"prompt": "x"},
+        RESPONSES: {"input": "x", "max_output_tokens": 2},
+    }
     whole = {**wanted.get(path, {"messages": MESSAGES}), "max_tokens": 2, **body} if path.startswith("/v1") else body
     assert send(client, path, json.dumps(whole))[0] in (200, 400)
 

@@ -59,7 +59,10 @@ VALUES: dict[str, dict[str, Any]] = {
         "user": "me",
     },
 }
-WITH = {MESSAGES: {"tool_choice": {"tools": [TOOL]}}, RESPONSES: {"tool_choice": {"tools": [FUNCTION]}}}
+WITH: dict[str, dict[str, Any]] = {
+    MESSAGES: {"tool_choice": {"tools": [TOOL]}},
+    RESPONSES: {"tool_choice": {"tools": [FUNCTION]}},
+}
 # What clients send beside what their package lists: sampling, and fields of Claude Code and Codex.
 FURTHER = {MESSAGES: {"context_management", "temperature", "top_k", "top_p"}, RESPONSES: {"client_metadata"}}
 TABLE = r"^\| \| `{}` \|\n\|---\|---\|\n((?:\|.*\n)+)"

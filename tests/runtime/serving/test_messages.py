@@ -97,7 +97,7 @@ def test_a_stream_is_the_message_in_events(client: Any) -> None:
     assert (thinking.type, called.type, called.name) == ("thinking", "tool_use", "weather") and thinking.thinking
     assert called.input["city"] in ("Bern", "Oslo") and whole.stop_reason == "tool_use"
     assert whole.usage.output_tokens_details.thinking_tokens == 7
-    kinds, pieces = [], ""
+    kinds, pieces = list[str](), ""
     for event in client.messages.create(**FORCED, stream=True):
         kinds += [event.type] if event.type not in kinds[-1:] else []
         if event.type == "content_block_delta" and event.delta.type == "input_json_delta":

@@ -26,11 +26,10 @@ FREE = {"ignore_eos": False, "max_tokens": 300}
 def ask(thinker: Served) -> Iterator[Any]:
     with httpx.Client(base_url=thinker.url, timeout=60) as client:
 
-        def asked(path: str = "/chat/completions", **fields: Any) -> dict[str, Any]:
+        def asked(path: str = "/chat/completions", **fields: Any) -> Any:
             answer = client.post(path, json=(GREEDY if path.startswith("/chat") else {}) | fields)
             assert answer.status_code == 200, answer.text
-            content: dict[str, Any] = events_of(answer.text) if fields.get("stream") else answer.json()
-            return content
+            return events_of(answer.text) if fields.get("stream") else answer.json()
 
         yield asked
 

@@ -94,7 +94,7 @@ def test_a_stream_is_the_response_in_numbered_events(client: Any) -> None:
     assert (thought.type, called.type, called.name) == ("reasoning", "function_call", "weather")
     assert json.loads(called.arguments)["city"] in ("Bern", "Oslo") and thought.content[0].text
     assert whole.usage.output_tokens_details.reasoning_tokens == 7
-    kinds, numbers, deltas = [], [], ""
+    kinds, numbers, deltas = list[str](), list[int](), ""
     for event in client.responses.create(**FORCED, stream=True):
         numbers.append(event.sequence_number)
         kind = event.type.removeprefix("response.")
