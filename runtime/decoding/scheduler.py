@@ -119,6 +119,8 @@ class Scheduler(Generic[C]):
             yield from self._recover(served, works, error)
             return
         self._freed = False
+        # Those that came meanwhile share the next pass, which plans must know.
+        self.batch_size = max(self.batch_size, len(self.queue.running))
         if len(running) > 1:
             self._note(served, running, works, perf_counter() - start)
         for request, output in zip(served, outputs, strict=True):
