@@ -16,8 +16,8 @@ from draftwood.runtime.speculation.config import SpeculativeConfig
 from draftwood.runtime.text.tokenizer import Tokenizer
 
 CONFIGS = {
-    "default": SpeculativeConfig(),
-    "merged graphs of 12": SpeculativeConfig("topk", merge="gsd", max_total_draft_tokens=12, budget="fixed"),
+    "chains of 4": SpeculativeConfig("chain", max_draft_len=4, budget="fixed"),
+    "merged graphs of 8": SpeculativeConfig("topk", merge="gsd", max_total_draft_tokens=8, budget="fixed"),
 }
 
 
