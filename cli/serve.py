@@ -123,6 +123,8 @@ def add_parser(commands: Any) -> None:
     http.add_argument("--max-body-bytes", type=positive, default=MAX_BODY_BYTES, help=words)
     words = "origins of web pages whose scripts may use it, such as http://localhost:3000, or * (default: none)"
     http.add_argument("--allowed-origins", nargs="+", type=origin, default=(), metavar="ORIGIN", help=words)
+    words = "answers of /v1/responses that are kept in memory, for previous_response_id (default: none)"
+    http.add_argument("--stored-responses", type=positive, default=0, metavar="N", help=words)
     http.add_argument("--no-ui", action="store_true", help="no web pages: neither the chat page / nor /docs")
     words = "send OpenTelemetry spans there (default: as the variables OTEL_… say, else none)"
     http.add_argument("--otlp-traces-endpoint", type=url, metavar="URL", help=words)
@@ -139,9 +141,9 @@ def add_parser(commands: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     with needed_packages("draftwood serve"):
+        from ..runtime.serving.app import create_app
         from ..runtime.serving.http.guard import Limits, answer_bytes
         from ..runtime.serving.http.server import bind, serve
-        from ..runtime.serving.openai.app import create_app
 
     keys = api_keys(args.api_key, os.environ.get(API_KEY), args.api_keys_file)
     limit_arenas()
@@ -173,7 +175,8 @@ def run(args: argparse.Namespace) -> int:
                 answer_bytes=answer_bytes(),
             )
             pages = not args.no_ui
-            app = create_app(async_llm, name, limits, args.request_timeout, args.allowed_origins, pages, trace)
+            answering = (args.request_timeout, args.allowed_origins, pages, trace, args.stored_responses)
+            app = create_app(async_llm, name, limits, *answering)
             if not keys and not is_loopback(args.host):
                 print(
                     f"draftwood: warning: {args.host} may be reached by others, and no --api-key is set",

@@ -31,9 +31,11 @@ from .engines.base import Engine
 from .engines.shared.memory import CacheBudget, cache_budget, check_text_memory
 from .engines.shared.pool import PooledEngine, pools_over
 from .prompt import PromptType, check_prompt, is_batch, plain_prompt, too_long_error
+from .sampling.constraint import Constraint
 from .sampling.params import SamplingParams
 from .sampling.random import seeded_streams
 from .sampling.sampler import Sampler
+from .sampling.thought import ThoughtConstraint
 from .speculation.config import SpeculativeConfig
 from .speculation.planning.budget import DraftBudget
 from .speculation.planning.cost import CostModel
@@ -42,6 +44,7 @@ from .speculation.planning.history import History
 from .structured.grammars import Grammars, Prepared
 from .text.chat_prompt import write_conversation
 from .text.conversation import ASKED, ChatSettings, Conversation, is_conversations
+from .text.reasoning import Reasoning
 from .text.result import RequestOutput
 from .text.tokenizer import Tokenizer, token_sequences, token_texts
 from .text.tools import Tool
@@ -77,6 +80,7 @@ class LLM:
         asked, speculative = with_others(Model.of(model, draft, precision, max_length), speculative, others)
         self.bundle = EngineBundle.open(bundle_of(asked), private_weights)
         self.tokenizer = Tokenizer.load(self.bundle.folder)
+        self.reasoning = Reasoning.of(self.tokenizer)  # None if the model does not think
         self._default_params = default_params(self.bundle)
         self.speculative, self._provider = speculative, provider
         self.target = self.bundle.open_engine(TARGET, threads, provider)
@@ -183,9 +187,11 @@ class LLM:
 
     def sampler(self, params: SamplingParams, prompt: Sequence[int], prepared: Prepared | None = None) -> Sampler:
         """The sampler of a request. prepared: see `job`. Raises RequestError."""
-        grammar, bad_words = prepared or self.prepare(params)
-        constraint = None if grammar is None else grammar.start()
+        grammar, bad_words, thought = prepared or self.prepare(params)
+        constraint: Constraint | None = None if grammar is None else grammar.start()
         eos, vocab_size = self.bundle.manifest.eos_token_ids, self.target.spec.model.vocab_size
+        if thought is not None and (constraint is not None or thought.budget is not None):
+            constraint = ThoughtConstraint(thought, constraint, vocab_size, [*eos, *params.stop_token_ids])
         return Sampler(params, prompt, eos, vocab_size, constraint, bad_words)
 
     def prepare(self, params: SamplingParams) -> Prepared:

@@ -18,6 +18,7 @@ from ...models.errors import RequestError
 from ..engines.limits import available_bytes
 from ..engines.shared.memory import OutOfMemoryError
 from ..sampling.structured import StructuredOutput
+from ..sampling.thought import Thought
 from ..text.tokenizer import Tokenizer
 from ..text.tokenizer_worker import is_failure
 from ..text.workers import Task, WorkerPool
@@ -87,6 +88,8 @@ class Prepared(NamedTuple):
     grammar: Grammar | None
     # The token sequences of `SamplingParams.bad_words`.
     bad_words: Sequence[Sequence[int]]
+    # What the texts may think before they have the form.
+    thought: Thought | None = None
 
 
 class MatcherConstraint:

@@ -160,7 +160,7 @@ class StopResult(NamedTuple):
     """What is certain after a piece of text."""
 
     text: str  # certainly before any stop string
-    stopped: bool  # whether a complete stop string follows `text`, or ends it where stop strings are kept
+    stopped: str | None  # the stop string that follows `text`, or ends it where stop strings are kept
 
 
 class StopChecker:
@@ -180,8 +180,9 @@ class StopChecker:
         found = [(start, start + len(stop)) for start, stop in places if start >= 0]
         if found:
             self._held = ""
-            return StopResult(text[: min(found)[self._keeps]], True)
-        return StopResult(self.pass_over(delta), False)
+            start, end = first = min(found)
+            return StopResult(text[: first[self._keeps]], text[start:end])
+        return StopResult(self.pass_over(delta), None)
 
     def pass_over(self, delta: str) -> str:
         """Add text in which no stop string may end yet. A stop string may begin at its end, which is then held back."""

@@ -32,6 +32,7 @@ class StreamChunk(NamedTuple):
     prompt_logprobs: list[TokenLogprob | None] | None = None  # see TokenChunk
     num_drafted: int = 0  # how many of `token_ids` the draft proposed
     num_proposed: int = 0  # all tokens that the round proposed
+    stopped: str | None = None  # the stop string that ended the text, if one did
 
 
 class TextWriter:
@@ -43,6 +44,7 @@ class TextWriter:
         self._stop = StopChecker(params.stop, self._keeps_stop) if params.stop else None
         self._min_tokens = params.min_tokens
         self._count = self._num_proposed = 0
+        self._stopped: str | None = None
         self._held: deque[TextPiece] = deque()  # decoded text that may be the beginning of a stop string
 
     def write(self, chunk: TokenChunk, stats: SpecDecodeStats) -> StreamChunk:
@@ -73,6 +75,7 @@ class TextWriter:
             prompt_logprobs=chunk.prompt_logprobs,
             num_drafted=min(kept, chunk.num_drafted),
             num_proposed=proposed,
+            stopped=self._stopped,
         )
 
     def _until_stop(
@@ -97,8 +100,10 @@ class TextWriter:
         """The final text, and whether a stop string ends the text, which is possible only after `min_tokens`."""
         self._held.append(piece)
         if self._count <= self._min_tokens:
-            return StopResult(checker.pass_over(piece.text), False)
-        return checker.push(piece.text)
+            return StopResult(checker.pass_over(piece.text), None)
+        found = checker.push(piece.text)
+        self._stopped = found.stopped
+        return found
 
     def _take(self, length: int) -> Iterator[TextPiece]:
         """The pieces of the next `length` characters."""

@@ -53,6 +53,8 @@ RUNTIME_ROOMS = (
     "serving",
     "serving/http",
     "serving/openai",
+    "serving/anthropic",
+    "serving/app.py",
     "serving/triton",
 )
 MAX_FILES_AT_THE_TOP = 8

@@ -171,7 +171,7 @@ def test_a_fresh_environment_serves_a_model(wheel: Path, tiny_pair: Path, tmp_pa
     assert not {"torch", "onnx", "onnxruntime"} & {folder.name for folder in site.iterdir()}
     generate = ["generate", str(tiny_pair / "target"), "--prompt", "x", "--max-tokens", "4", "--json"]
     assert '"num_tokens": ' in fresh.said("draftwood", *generate)
-    code = "from draftwood.runtime.serving.openai.app import create_app; import llguidance, gguf, sentencepiece"
+    code = "from draftwood.runtime.serving.app import create_app; import llguidance, gguf, sentencepiece"
     assert fresh.said("python", "-c", code) == ""
 
 

@@ -10,8 +10,8 @@ import httpx
 from together import held, until
 
 from draftwood.runtime import LLM, AsyncLLM
+from draftwood.runtime.serving.app import create_app
 from draftwood.runtime.serving.http.guard import Limits
-from draftwood.runtime.serving.openai.app import create_app
 
 BODY: dict[str, Any] = {"model": "m", "prompt": "hello", "max_tokens": 20, "temperature": 0, "ignore_eos": True}
 COMPLETIONS = "/v1/completions"

@@ -1,4 +1,4 @@
-"""All errors in OpenAI's form."""
+"""All errors in OpenAI's form, or in Anthropic's."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ from ...requests.async_llm import DeadlineError, QueueFullError, ShutdownError
 from ..body import problem_of
 from ..waiting import ClientGone
 
-PLACES = "this server has /v1/chat/completions, /v1/completions and what /openapi.json lists"
+PLACES = "this server has /v1/chat/completions, /v1/messages, /v1/responses and what /openapi.json lists"
+MESSAGES = "/v1/messages"  # the addresses of Anthropic's API begin so
+KINDS = {401: "authentication_error", 404: "not_found_error", 413: "request_too_large", 429: "rate_limit_error"}
+KINDS |= {503: "overloaded_error", 504: "timeout_error"}
 MAX_SHOWN = 200  # characters of a client's text that are quoted
 CLIENT_CLOSED = 499  # nginx' status for requests whose client has disconnected
 RETRY_SECONDS = 1  # the shortest running requests end about this soon
@@ -46,6 +49,16 @@ class Refusal(NamedTuple):
         """The JSON in ASCII, because a message may quote half of a surrogate pair, which UTF-8 cannot express."""
         error = {"message": self.message, "type": self.type, "param": self.param, "code": self.code}
         return json.dumps({"error": error}).encode()
+
+    @property
+    def as_message(self) -> bytes:
+        """The same in Anthropic's form."""
+        kind = KINDS.get(self.status, "invalid_request_error" if self.status < 500 else "api_error")
+        return json.dumps({"type": "error", "error": {"type": kind, "message": self.message}}).encode()
+
+    def body_for(self, path: str) -> bytes:
+        """The JSON in the form of an address' API."""
+        return self.as_message if path.startswith(MESSAGES) else self.body
 
     @property
     def headers(self) -> dict[str, str]:
@@ -102,7 +115,7 @@ def add_errors(app: FastAPI) -> None:
             refusal = Refusal(error.status_code, f"{error.detail}: {asked}; {PLACES}", allow=allow)
         else:
             refusal = refusal_of(error)
-        return Response(refusal.body, refusal.status, refusal.headers)
+        return Response(refusal.body_for(request.url.path), refusal.status, refusal.headers)
 
     of_requests = (RequestError, ConfigError, UnknownModel, ClientGone, RequestValidationError, HTTPException)
     of_load = (QueueFullError, ShutdownError, DeadlineError, MemoryError, OutOfMemoryError)

@@ -69,7 +69,7 @@ class RequestGuard:
             return
         headers = Headers(scope=scope)
         if misdirected := self._misdirected(scope["path"], headers.get("host")):
-            await refuse(misdirected, counted(self._count, send))
+            await refuse(misdirected, counted(self._count, send), scope["path"])
         elif scope["path"].startswith(GUARDED):
             sending = with_id(headers.get(REQUEST_ID, ""), counted(self._count, send))
             await self._guarded(scope, headers, receive, sending)
@@ -79,8 +79,8 @@ class RequestGuard:
     async def _guarded(self, scope: Scope, headers: Headers, receive: Receive, send: Send) -> None:
         client = self._client(scope, headers)
         if client is None:
-            wanted = "this server wants its API key: Authorization: Bearer <key>"
-            await refuse(Refusal(401, wanted, code="invalid_api_key"), send)
+            wanted = "this server wants its API key: Authorization: Bearer <key>, or x-api-key: <key>"
+            await refuse(Refusal(401, wanted, code="invalid_api_key"), send, scope["path"])
             return
         state = scope.setdefault("state", {})
         state["client"] = client
@@ -89,13 +89,13 @@ class RequestGuard:
             return
         length = headers.get("content-length", "0")
         if length.isdigit() and int(length) > self._limits.max_body_bytes:
-            await refuse(self._bodies.too_large(), send)
+            await refuse(self._bodies.too_large(), send, scope["path"])
             return
         body = self._full(client) or await self._bodies.read(client, receive)
         if isinstance(body, bytes):
             body = self._full(client) or body  # other requests may have begun meanwhile
         if isinstance(body, Refusal):
-            await refuse(body, send)
+            await refuse(body, send, scope["path"])
         elif body is not None:
             hang_up = state.get(HANG_UP, lambda: None)
             with self._places.take(client), self._held.hold(client, hang_up) as held:
@@ -116,7 +116,8 @@ class RequestGuard:
     def _client(self, scope: Scope, headers: Headers) -> str | None:
         """The client of a request; None without a valid key. Keys of one name do not distinguish clients."""
         keys = self._limits.api_keys
-        owner = owner_of(keys, headers.get("authorization", ""))
+        given = headers.get("authorization") or f"Bearer {headers.get('x-api-key', '')}"  # Anthropic's
+        owner = owner_of(keys, given)
         if keys and owner is None:
             return None
         if len({key.name for key in keys}) > 1:
@@ -174,11 +175,11 @@ def in_pieces(send: Send, held: Held) -> Send:
     return send_pieces
 
 
-async def refuse(refusal: Refusal, send: Send) -> None:
-    """Answer without the application."""
+async def refuse(refusal: Refusal, send: Send, path: str = "") -> None:
+    """Answer without the application. path: the address, whose API has its form of errors."""
     headers = [(name.encode(), value.encode()) for name, value in refusal.headers.items()]
     await send({"type": "http.response.start", "status": refusal.status, "headers": headers})
-    await send({"type": "http.response.body", "body": refusal.body})
+    await send({"type": "http.response.body", "body": refusal.body_for(path)})
 
 
 def replay(body: bytes, receive: Receive) -> Receive:

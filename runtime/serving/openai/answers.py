@@ -15,11 +15,15 @@ from ....models.errors import RequestError
 from ...decoding.chunk import TokenLogprob
 from ...decoding.stats import SpecDecodeStats
 from ...sampling.params import SamplingParams
+from ...sampling.thought import Thought
 from ...text.token_texts import Offsets, TokenTexts
 from ...text.writer import StreamChunk
+from ..http.errors import refusal_of
 from ..json_text import pieces
+from .bodies import StreamOptions
 from .formats import AnswerFormat, Part
 
+DONE = b"data: [DONE]\n\n"
 MAX_LOGPROBS = 1 << 18  # log-probabilities of an answer, see streams.LOGPROB_BYTES
 
 
@@ -49,12 +53,18 @@ class Choice:
     num_tokens: int = 0
     num_drafted: int = 0  # sums over its chunks; `stats` may be ahead of them, and counts tokens after a stop, too
     num_proposed: int = 0
+    thought: Thought | None = None  # what is left of it
+    num_thought: int = 0  # its tokens
     finish_reason: str | None = None
+    stopped: str | None = None  # the stop string that ended the text
     stats: SpecDecodeStats = field(default_factory=SpecDecodeStats)
 
 
 class Answer:
-    """Collects one answer, which is sent whole or in chunks."""
+    """Collects one answer, which is sent whole or as events."""
+
+    prefix = ""  # of ids, instead of the format's
+    keeps = False  # whether it keeps its chunks where it is sent as events
 
     def __init__(
         self,
@@ -67,30 +77,58 @@ class Answer:
         best: int | None = None,
         shows_prompts: bool = False,
         skips_special: bool = True,
+        thought: Thought | None = None,
+        options: StreamOptions = StreamOptions(),  # noqa: B008 - nobody changes it
     ) -> None:
         """prompts: token ids of each prompt. echoes: text before each choice's own text, one per choice; the choices of
         a prompt are adjacent, and every prompt has equally many. proposal: most tokens of a proposal; 0 without
         speculation. best: the whole answer has only this many choices per prompt, those with the highest mean
         log-probability. shows_prompts: the whole answer has vLLM's `prompt_logprobs`. skips_special: special tokens
-        have no text."""
+        have no text. thought: see Thought; None if the answer has none. options: of the events."""
         of_choices = (prompts[index * len(prompts) // len(echoes)] for index in range(len(echoes)))
         self.choices = [
-            Choice(Offsets(texts, prompt, echo, skips_special), echo)
+            Choice(Offsets(texts, prompt, echo, skips_special), echo, thought=thought)
             for prompt, echo in zip(of_choices, echoes, strict=True)
         ]
-        self._best, self._shows_prompts = best, shows_prompts
+        self._best, self._shows_prompts, self._options = best, shows_prompts, options
+        self.thinks = thought is not None
         self._format, self._texts = format, texts
-        self.id = format.prefix + uuid4().hex
+        self.id = (self.prefix or format.prefix) + uuid4().hex
         self.first_token_at: float | None = None  # by time.perf_counter
         self.failure: str | None = None  # the type of the error that ended a stream
-        self._head = {"id": self.id, "created": int(time.time()), "model": model}
+        self.model, self.created = model, int(time.time())
+        self._head = {"id": self.id, "created": self.created, "model": model}
         self._prompts = prompts
         self._proposal = proposal
 
-    def openings(self) -> list[dict[str, Any]]:
-        """The chunks before the first token, which name the roles."""
-        opening = [self._format.opening(index) for index in range(len(self.choices))]
-        return [self._chunk([choice]) for choice in opening if choice is not None]
+    def opened(self) -> Iterator[bytes]:
+        """The events before the first token, which name the roles."""
+        for index in range(len(self.choices)):
+            if (choice := self._format.opening(index)) is not None:
+                yield self._accounted(self._chunk([choice]))
+
+    def added(self, index: int, chunk: StreamChunk) -> Iterator[bytes]:
+        """The events of one round."""
+        if written := self.add(index, chunk):
+            if self._options.include_pieces:
+                written["choices"][0]["pieces"] = [piece._asdict() for piece in chunk.pieces]
+            yield self._accounted(written)
+
+    def ended(self) -> Iterator[bytes]:
+        """The events at the end."""
+        if self._options.include_usage:
+            yield event(self.last())
+        yield DONE
+
+    def failed(self, error: Exception) -> Iterator[bytes]:
+        """The events after an error, at the end."""
+        yield b"data: " + refusal_of(error).body + b"\n\n"
+        yield DONE
+
+    def _accounted(self, chunk: dict[str, Any]) -> bytes:
+        if self._options.include_usage:
+            chunk["usage"] = self.usage() if self._options.continuous_usage_stats else None
+        return event(chunk)
 
     def note(self, index: int, chunk: StreamChunk) -> None:
         """Add the chunk of one round."""
@@ -115,7 +153,10 @@ class Answer:
         choice.num_proposed += chunk.num_proposed
         self.first_token_at = self.first_token_at or time.perf_counter()
         choice.logprob += sum(item.logprob for item in chunk.logprobs)
-        choice.finish_reason, choice.stats = chunk.finish_reason, chunk.stats
+        choice.finish_reason, choice.stopped, choice.stats = chunk.finish_reason, chunk.stopped, chunk.stats
+        if choice.thought is not None:
+            count, choice.thought = choice.thought.count(chunk.token_ids)
+            choice.num_thought += count
         if choice.echo is None:
             return part
         echo, choice.echo = choice.echo, None
@@ -181,12 +222,13 @@ class Answer:
             "completion_tokens": tokens,
             "total_tokens": prompt_tokens + tokens,
         }
+        details = {"reasoning_tokens": sum(choice.num_thought for choice in self.choices)} if self.thinks else {}
         if not self._proposal:
-            return used
+            return used | ({"completion_tokens_details": details} if details else {})
         accepted = sum(choice.num_drafted for choice in self.choices)
         proposed = sum(choice.num_proposed for choice in self.choices)
         predicted = {"accepted_prediction_tokens": accepted, "rejected_prediction_tokens": proposed - accepted}
-        return {**used, "completion_tokens_details": predicted}
+        return {**used, "completion_tokens_details": details | predicted}
 
     def account(self) -> dict[str, Any]:
         """Usage and, with speculation, metrics."""
@@ -205,6 +247,12 @@ class Answer:
 def as_json(content: Mapping[str, Any]) -> Response:
     """A JSON response. It consumes the iterators of `content`."""
     return Response("".join(pieces(content)), media_type="application/json")
+
+
+def event(content: Mapping[str, Any], name: str = "") -> bytes:
+    """A server-sent event."""
+    head = f"event: {name}\n" if name else ""
+    return f"{head}data: {''.join(pieces(content))}\n\n".encode()
 
 
 def speculative_metrics(stats: Sequence[SpecDecodeStats], max_tokens: int) -> dict[str, Any]:

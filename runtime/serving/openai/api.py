@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 from typing import Any, NamedTuple, TypeVar
@@ -18,18 +18,18 @@ from ...decoding.queue import max_client_places
 from ...prompt import Prompt
 from ...requests.async_llm import AsyncLLM, RequestStream
 from ...sampling.params import SamplingParams
+from ...sampling.thought import Thought
 from ...speculation.config import SpeculativeConfig
 from ...structured.grammars import Prepared
 from ...text.token_texts import TokenTexts
-from ...text.writer import StreamChunk
-from ..http.errors import UnknownModel, refusal_of
-from ..json_text import pieces
+from ..http.errors import UnknownModel
 from ..waiting import TimeLimit, while_connected
 from .answers import Answer, as_json, check_log_probabilities
-from .bodies import COMPLETION_TOKENS, ChatBody, CompletionBody, GenerationBody, StreamOptions
+from .bodies import COMPLETION_TOKENS, ChatBody, CompletionBody, GenerationBody
+from .content import ContentForm
 from .formats import AnswerFormat, ChatFormat, CompletionFormat
 from .streams import Numbered, merged
-from .tool_use import ToolUse, tool_use
+from .tool_use import tool_use
 
 STREAM_HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}  # otherwise nginx would buffer events
 T = TypeVar("T")
@@ -74,10 +74,10 @@ class OpenAIApi:
         return as_json(self._card)
 
     async def complete(self, body: CompletionBody, request: Request) -> Response:
-        return await self._answer(body, request, await self.read(body, request))
+        return await self.answer(body, request, await self.read(body, request))
 
     async def chat(self, body: ChatBody, request: Request) -> Response:
-        return await self._answer(body, request, await self.read(body, request))
+        return await self.answer(body, request, await self.read(body, request))
 
     def begin(self, model: str | None) -> TimeLimit:
         """The time of a request for a model. Raises UnknownModel for another one than this."""
@@ -99,25 +99,40 @@ class OpenAIApi:
     ) -> PreparedRequest:
         """Check a request and read its texts. most_tokens: of an answer without a limit of its own. Raises ConfigError
         or RequestError."""
-        limit, client, use = self.begin(body.model), request.state.client, None
+        limit, client, content = self.begin(body.model), request.state.client, ContentForm()
         config = self._checked(body, 1 if isinstance(body, ChatBody) else len(body.prompts))
         format: AnswerFormat
         if isinstance(body, ChatBody):
             use = tool_use(body.tools, body.tool_choice, body.parallel_tool_calls, self._llm.tokenizer)
             writing = self.async_llm.encode_chat(body.conversation, body.settings(told=use is not None), client)
             prompts = [await self.while_connected(request, writing, limit)]
-            echoes, format = [body.echoed], ChatFormat(self._texts, body.logprobs, use)
+            content = ContentForm(self._thought(body, prompts[0]), use, body.include_reasoning)
+            shown = content._replace(thought=None) if body.stream_options.include_pieces else content
+            echoes, format = [body.echoed], ChatFormat(self._texts, body.logprobs, shown)
             default = min(most_tokens or self._max_length, self.async_llm.max_tokens_behind(prompts[0]))
         else:
             reading = (self.async_llm.encode(each, client) for each in body.prompts)
             prompts = [await self.while_connected(request, each, limit) for each in reading]
             echoes = [await self._echo(prompt, client) if body.echo else None for prompt in body.prompts]
             format, default = CompletionFormat(self._texts, body.logprobs is not None), COMPLETION_TOKENS
-        params = with_tools(body.sampling_params(default), use)
+        params = self._with_marks(body.sampling_params(default), content)
         check_log_probabilities(params, body.num_choices, [len(prompt) for prompt in prompts], self._max_length)
         request.state.params = params
         prepared = await self.while_connected(request, self.async_llm.prepare(params, client), limit)
-        return PreparedRequest(limit, prompts, echoes, config, params, prepared, format)
+        return PreparedRequest(
+            limit, prompts, echoes, config, params, prepared._replace(thought=content.thought), format
+        )
+
+    def _thought(self, body: ChatBody, prompt: Sequence[int]) -> Thought | None:
+        """The thought that an answer may begin with."""
+        reasoning = self._llm.reasoning
+        return None if reasoning is None else reasoning.thought(prompt, body.continued, body.thought_budget)
+
+    def _with_marks(self, params: SamplingParams, content: ContentForm) -> SamplingParams:
+        """The parameters of a request whose answer has thoughts and calls. Raises RequestError."""
+        if content.thought is not None and self._llm.reasoning is not None and self._llm.reasoning.is_special:
+            params = replace(params, skip_special_tokens=False)
+        return params if content.use is None else content.use.applied(params)
 
     def submit(
         self, body: GenerationBody, client: str, asked: PreparedRequest, prompt: Sequence[int], **more: Any
@@ -153,10 +168,12 @@ class OpenAIApi:
             return prompt
         return await self.async_llm.texts.compute(lambda _: self._llm.tokenizer.decode(prompt), len(prompt), client)
 
-    async def _answer(self, body: GenerationBody, request: Request, asked: PreparedRequest) -> Response:
-        """Generate the choices of each prompt, and send them whole or as a stream."""
+    async def answer(
+        self, body: GenerationBody, request: Request, asked: PreparedRequest, write: Callable[..., Answer] = Answer
+    ) -> Response:
+        """Generate the choices of each prompt, and send them whole or as a stream. write: opens the answer."""
         streams = await self._submit_all(body, request.state.client, asked)
-        answer = Answer(
+        answer = write(
             asked.format,
             self._texts,
             str(self._card["id"]),
@@ -166,15 +183,18 @@ class OpenAIApi:
             best=None if body.num_choices == body.n else body.n,
             shows_prompts=body.prompt_logprobs is not None,
             skips_special=asked.params.skip_special_tokens,
+            thought=asked.prepared.thought,
+            options=body.stream_options,
         )
         request.state.answer = answer
-        chunks = merged(streams, request.state.held, keeps=not body.stream)
+        chunks = merged(streams, request.state.held, keeps=answer.keeps or not body.stream)
         if not body.stream:
             return await self.while_connected(request, collected(answer, chunks), None)
         # Before the first chunk, an error can still be an HTTP status.
         first = await self.while_connected(request, anext(chunks), None)
-        events = server_sent(answer, first, chunks, body.stream_options)
-        return StreamingResponse(events, media_type="text/event-stream", headers=STREAM_HEADERS)
+        return StreamingResponse(
+            server_sent(answer, first, chunks), media_type="text/event-stream", headers=STREAM_HEADERS
+        )
 
     async def _submit_all(self, body: GenerationBody, client: str, asked: PreparedRequest) -> list[RequestStream]:
         """Queue all choices, or none. Others have their turn between two of them, whose settings take time."""
@@ -192,10 +212,6 @@ class OpenAIApi:
         return streams
 
 
-def with_tools(params: SamplingParams, use: ToolUse | None) -> SamplingParams:
-    return params if use is None else use.applied(params)
-
-
 async def collected(answer: Answer, chunks: AsyncGenerator[Numbered, None]) -> Response:
     """The whole answer. Another thread writes it, because it may have many megabytes."""
     async with aclosing(chunks):
@@ -206,40 +222,23 @@ async def collected(answer: Answer, chunks: AsyncGenerator[Numbered, None]) -> R
     return response
 
 
-async def server_sent(
-    answer: Answer, first: Numbered, chunks: AsyncGenerator[Numbered, None], options: StreamOptions
-) -> AsyncIterator[bytes]:
+async def server_sent(answer: Answer, first: Numbered, chunks: AsyncGenerator[Numbered, None]) -> AsyncIterator[bytes]:
     """The answer as server-sent events. An error after the first chunk is an event."""
-
-    def sent(chunk: dict[str, Any], added: StreamChunk) -> bytes:
-        if options.include_pieces:
-            chunk["choices"][0]["pieces"] = [piece._asdict() for piece in added.pieces]
-        return accounted(chunk)
-
-    def accounted(chunk: dict[str, Any]) -> bytes:
-        if options.include_usage:
-            chunk["usage"] = answer.usage() if options.continuous_usage_stats else None
-        return event(chunk)
-
     try:
         async with aclosing(chunks):
-            for opening in answer.openings():
-                yield accounted(opening)
-            if chunk := answer.add(*first):
-                yield sent(chunk, first.chunk)
+            for each in answer.opened():
+                yield each
+            for each in answer.added(*first):
+                yield each
             del first  # it may hold the log-probabilities of a long prompt
             async for index, added in chunks:
-                if chunk := answer.add(index, added):
-                    yield sent(chunk, added)
-        if options.include_usage:
-            yield event(answer.last())
+                for each in answer.added(index, added):
+                    yield each
+        for each in answer.ended():
+            yield each
     except Exception as error:
         if not isinstance(error, DraftwoodError):
             log.exception("a request failed while it was answered")
         answer.failure = type(error).__name__
-        yield b"data: " + refusal_of(error).body + b"\n\n"
-    yield b"data: [DONE]\n\n"
-
-
-def event(content: Mapping[str, Any]) -> bytes:
-    return f"data: {''.join(pieces(content))}\n\n".encode()
+        for each in answer.failed(error):
+            yield each

@@ -22,9 +22,7 @@ from ..body import Body, SamplingBody, Strict, TokenIds, User
 from .tool_use import Tool, ToolChoice, Tools
 
 # Known fields that never change the text.
-IGNORED = frozenset(
-    ("cache_prompt", "include_reasoning", "metadata", "prediction", "request_id", "service_tier", "store")
-)
+IGNORED = frozenset(("cache_prompt", "metadata", "prediction", "request_id", "service_tier", "store"))
 IGNORED |= {"prompt_cache_key", "prompt_cache_retention"}
 # Unsupported fields with their neutral values: the defaults of OpenAI, vLLM and llama.cpp, which many clients send.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
@@ -55,7 +53,8 @@ MAX_CHOICES = 128  # OpenAI's limit of n
 MAX_PROMPTS = 4096  # as many as a conversation may have messages
 MAX_PARTS = 4 * MAX_MESSAGES  # parts and tool calls of all messages of a body together
 COMPLETION_TOKENS = 16  # the default max_tokens of OpenAI's /v1/completions
-OF_CONVERSATIONS = ("add_generation_prompt", "continue_final_message", "chat_template_kwargs", "tools")
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+SWITCHES = ("enable_thinking", "thinking")  # variables of chat templates: Qwen's and SmolLM's, DeepSeek's
 
 
 class Message(BaseModel):
@@ -183,6 +182,7 @@ class GenerationBody(SamplingBody, ModelBody, ABC):
 class CompletionBody(GenerationBody):
     """POST /v1/completions. prompt: one or several texts or lists of token ids."""
 
+    ignored = IGNORED | {"include_reasoning"}
     neutral = {**NEUTRAL, "add_special_tokens": (True,)}  # noqa: RUF012 - as the base class declares it
 
     prompt: (
@@ -250,6 +250,13 @@ class ChatBody(GenerationBody):
     add_generation_prompt: bool = Field(True, description="add the beginning of an answer")
     continue_final_message: bool = Field(False, description="continue the last message; needs no generation prompt")
     chat_template_kwargs: dict[str, Any] = Field({}, description="further variables of the chat template")
+    reasoning_effort: Effort | None = Field(
+        None, description="none: the model does not think; others turn thinking on, and the chat template reads them"
+    )
+    thinking_token_budget: int | None = Field(
+        None, ge=0, le=LARGEST_COUNT, description="after so many tokens the thought ends; 0: there is none"
+    )
+    include_reasoning: bool = Field(True, description="false: the thought is left out of the answer")
     tools: Tools | None = None
     tool_choice: ToolChoice | None = Field(None, description="by default auto, if there are tools")
     parallel_tool_calls: bool = Field(True, description="false: at most one call")
@@ -280,7 +287,21 @@ class ChatBody(GenerationBody):
 
     def settings(self, told: bool) -> ChatSettings:
         """told: whether the model is told of the tools. Raises RequestError."""
-        return chat_settings(self, self.tools if told else None)
+        effort = self.reasoning_effort
+        thinks = {} if effort is None else {"reasoning_effort": effort, **dict.fromkeys(SWITCHES, effort != "none")}
+        variables = {**thinks, **self.chat_template_kwargs}
+        tools = self.tools if told else None
+        return chat_settings(self.add_generation_prompt, self.continue_final_message, variables, tools)
+
+    @property
+    def thought_budget(self) -> int | None:
+        """The most tokens of a thought; None for any number."""
+        return 0 if self.reasoning_effort == "none" else self.thinking_token_budget
+
+    @property
+    def continued(self) -> str | None:
+        """The text that the answer continues, if it continues a message."""
+        return text_of("messages[-1]", self.messages[-1].content or "") if self.continue_final_message else None
 
     def check(self) -> None:
         super().check()
@@ -291,42 +312,13 @@ class ChatBody(GenerationBody):
             raise RequestError("max_completion_tokens is max_tokens by another name: send one of them")
 
 
-class TokenizeBody(ModelBody):
-    """POST /tokenize. Either a text, which is tokenized as by /v1/completions, or a conversation, which is tokenized as
-    by /v1/chat/completions."""
-
-    prompt: str | None = None
-    messages: Messages | None = None
-    add_special_tokens: bool = Field(True, description="for a text: add the begin-of-text token")
-    add_generation_prompt: bool = Field(True, description="for a conversation: add the beginning of an answer")
-    continue_final_message: bool = Field(False, description="for a conversation: end inside the last message")
-    chat_template_kwargs: dict[str, Any] = Field({}, description="for a conversation: variables of the chat template")
-    tools: Tools | None = Field(None, description="for a conversation: the tools that the model is told of")
-    return_token_strs: bool = Field(False, description="also return the text of each token")
-
-    def check(self) -> None:
-        """Raises RequestError without exactly one of both, and for a field of the other one that asks for something."""
-        if (self.prompt is None) == (self.messages is None):
-            raise RequestError("send either a prompt or messages")
-        if self.messages is None:
-            given = [name for name in OF_CONVERSATIONS if getattr(self, name) not in (None, *self.neutral[name])]
-            if given:
-                raise RequestError(f"{given[0]} is for a conversation: send messages, or leave it out")
-        elif "add_special_tokens" in self.model_fields_set and self.add_special_tokens:
-            raise RequestError("add_special_tokens is for a prompt: the chat template writes them, so leave it out")
-
-
-class DetokenizeBody(ModelBody):
-    """POST /detokenize."""
-
-    tokens: TokenIds
-
-
-def chat_settings(body: ChatBody | TokenizeBody, tools: list[Tool] | None) -> ChatSettings:
-    """How a body's conversation becomes a prompt that tells of these tools. Raises RequestError."""
+def chat_settings(
+    begins: bool, continues: bool, variables: Mapping[str, Any], tools: list[Tool] | None
+) -> ChatSettings:
+    """How a conversation becomes a prompt that tells of these tools, by the fields of a body. Raises RequestError."""
     hidden = {"function": {"strict"}}  # it is meant for the server
     told = [tool.model_dump(exclude=hidden, exclude_none=True) for tool in tools or ()]
-    return ChatSettings(body.add_generation_prompt, body.continue_final_message, body.chat_template_kwargs, told)
+    return ChatSettings(begins, continues, variables, told)
 
 
 def conversation(messages: list[Message]) -> list[dict[str, Any]]:

@@ -12,10 +12,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from ...decoding.chunk import TokenLogprob
+from ...text.reasoning import ThoughtPart
 from ...text.result import finite
 from ...text.token_texts import Offsets, TokenTexts
-from ...text.tool_calls import CallPart, ToolCallReader
-from .tool_use import ToolUse
+from ...text.tool_calls import CallPart
+from .content import ContentForm, ContentReader
+from .content import Part as ContentPart
+
+THOUGHTS = ("reasoning_content", "reasoning")  # DeepSeek's and llama.cpp's name, and vLLM's
 
 
 class Part(NamedTuple):
@@ -71,10 +75,10 @@ class ChatFormat:
 
     prefix, whole_object, chunk_object, has_prompts = "chatcmpl-", "chat.completion", "chat.completion.chunk", False
 
-    def __init__(self, texts: TokenTexts, logprobs: bool, use: ToolUse | None = None) -> None:
-        """logprobs: whether the request asked for log-probabilities. use: the tools that the answer may call."""
-        self._texts, self._logprobs, self._use = texts, logprobs, use
-        self._readers: dict[int, ToolCallReader | None] = {}  # by choice
+    def __init__(self, texts: TokenTexts, logprobs: bool, content: ContentForm = ContentForm()) -> None:  # noqa: B008
+        """logprobs: whether the request asked for log-probabilities. content: what the answer may consist of."""
+        self._texts, self._logprobs, self.content = texts, logprobs, content
+        self._readers: dict[int, ContentReader] = {}  # by choice
 
     def opening(self, index: int) -> dict[str, Any]:
         """The choice's first chunk, before any text."""
@@ -83,34 +87,36 @@ class ChatFormat:
 
     def chunk(self, index: int, part: Part) -> dict[str, Any] | None:
         """A part of the choice; None if there is nothing to send yet."""
-        text, calls, part = self._read(index, part)
-        delta: dict[str, Any] = {"content": text} if text or (part.finish_reason is None and not calls) else {}
-        if not (text or calls or part.logprobs or part.finish_reason):
+        thought, text, calls, part = self._read(index, part)
+        if not (thought or text or calls or part.logprobs or part.finish_reason):
             return None
+        delta: dict[str, Any] = dict.fromkeys(THOUGHTS, thought) if thought else {}
+        if text or (part.finish_reason is None and not calls and not thought):
+            delta["content"] = text
         if calls:
             delta["tool_calls"] = [{"index": number, **call} for number, call in calls.items()]
         return {"index": index, "delta": delta, **self._rest(part)}
 
     def whole(self, index: int, part: Part) -> dict[str, Any]:
-        text, calls, part = self._read(index, part)
+        thought, text, calls, part = self._read(index, part)
         message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
+        if thought:
+            message |= dict.fromkeys(THOUGHTS, thought)
         if calls:
             message |= {"content": text or None, "tool_calls": list(calls.values())}
         return {"index": index, "message": message, **self._rest(part)}
 
-    def _read(self, index: int, part: Part) -> tuple[str, dict[int, dict[str, Any]], Part]:
-        """The text of a part, its calls by their numbers, and the part with the finish_reason of a call."""
+    def _read(self, index: int, part: Part) -> tuple[str, str, dict[int, dict[str, Any]], Part]:
+        """The thought and the text of a part, its calls by their numbers, and the part with the finish_reason of a
+        call."""
         if index not in self._readers:
-            self._readers[index] = None if self._use is None else self._use.reader()
-        reader = self._readers[index]
-        if reader is None or self._use is None:
-            return part.text, {}, part
-        found = reader.push(part.text)
-        if part.finish_reason is not None:
-            found += reader.finish()
-            if reader.num_calls and part.finish_reason == "stop":
-                part = part._replace(finish_reason=self._use.called)
-        return "".join(each for each in found if isinstance(each, str)), joined(found), part
+            self._readers[index] = self.content.reader()
+        reader, use = self._readers[index], self.content.use
+        found = reader.push(part.text, part.finish_reason is not None)
+        if use is not None and reader.num_calls and part.finish_reason == "stop":
+            part = part._replace(finish_reason=use.called)
+        thought = "".join(each.text for each in found if isinstance(each, ThoughtPart))
+        return thought, "".join(each for each in found if isinstance(each, str)), joined(found), part
 
     def _rest(self, part: Part) -> dict[str, Any]:
         logprobs = None
@@ -126,7 +132,7 @@ class ChatFormat:
         return {"token": self._texts.text(token), "logprob": finite(logprob), "bytes": self._texts.bytes(token)}
 
 
-def joined(found: Sequence[str | CallPart]) -> dict[int, dict[str, Any]]:
+def joined(found: Sequence[ContentPart]) -> dict[int, dict[str, Any]]:
     """The parts of calls in OpenAI's form, by the numbers of the calls; the parts of one call are one."""
     calls: dict[int, dict[str, Any]] = {}
     for part in found:

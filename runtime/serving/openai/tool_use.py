@@ -23,7 +23,7 @@ NO_ARGUMENTS = {"type": "object", "properties": {}, "additionalProperties": Fals
 ANY_TEXT = r"/(.|\n)*/"
 NO_CALL = r"/(\s*[^{\s](.|\n)*)?/"  # text that does not begin with a JSON object
 
-Name = Annotated[str, StringConstraints(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
+Name = Annotated[str, StringConstraints(pattern=r"^[a-zA-Z0-9_-]{1,128}$")]
 
 
 class Function(Strict):

@@ -1,4 +1,4 @@
-"""OpenTelemetry spans of the two generation endpoints, with the names of the gen_ai semantic conventions."""
+"""OpenTelemetry spans of the endpoints that generate, with the names of the gen_ai semantic conventions."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from ...sampling.params import SamplingParams
 from .answers import Answer
 
-OPERATIONS = {"/v1/completions": "text_completion", "/v1/chat/completions": "chat"}
+OPERATIONS = {"/v1/completions": "text_completion"}
+OPERATIONS |= dict.fromkeys(("/v1/chat/completions", "/v1/messages", "/v1/responses"), "chat")
 W3C = TraceContextTextMapPropagator()
 
 

@@ -24,6 +24,7 @@ from draftwood.runtime.sampling.constraint import PathMasks
 from draftwood.runtime.sampling.params import SamplingParams
 from draftwood.runtime.sampling.random import seeded_streams
 from draftwood.runtime.sampling.sampler import Sampler
+from draftwood.runtime.sampling.thought import Thought, ThoughtConstraint
 from draftwood.runtime.speculation.config import LOSSLESS, SpeculativeConfig
 
 SETTINGS = {
@@ -175,3 +176,52 @@ def test_the_state_is_never_computed_from_the_start() -> None:
         masks.after(path)
     assert grammar.work <= 30
     assert masks.after([EOS]) is None and masks.ends([EOS]) and masks.after([EOS, 0]) is None
+
+
+def thoughts(begun: bool, budget: int | None, form: str | None) -> ThoughtConstraint:
+    """0 opens a thought and 1 closes it."""
+    return ThoughtConstraint(Thought(0, 1, begun, budget), form and ToyGrammar(form), 3, [EOS])  # type: ignore[arg-type]
+
+
+def may_follow(text: Sequence[int], begun: bool, budget: int | None, form: str | None) -> set[int]:
+    """The definition of a text with a thought."""
+    inside = text if begun else text[1:]
+    if begun or text[:1] == (0,):
+        if 1 not in inside:
+            return {1} if budget is not None and len(inside) >= budget else {0, 1} if form else {0, 1, EOS}
+        text = inside[inside.index(1) + 1 :]
+    if form is None:
+        return {0, 1, EOS} - ({0} if budget == 0 and not (begun or text) else set())
+    grammar = ToyGrammar(form)
+    assert all(grammar.advance(token) for token in text)
+    opens = {0} if not (begun or inside or text) and budget != 0 else set()
+    closed = {0} if not (begun or text) and budget == 0 else set()
+    return set() if grammar.ended else set(grammar.allowed().nonzero()[0].tolist()) - closed | opens
+
+
+THOUGHTS = [(begun, budget, form) for begun in (False, True) for budget in (0, 1, None) for form in (None, "three")]
+
+
+@pytest.mark.parametrize(("begun", "budget", "form"), [each for each in THOUGHTS if each[1:] != (None, None)])
+def test_a_thought_ends_at_its_budget_and_the_form_begins_behind_it(
+    begun: bool, budget: int | None, form: str | None
+) -> None:
+    """Every text that the masks allow, in every order of going there and back; and every way to propose is exact."""
+    constraint = thoughts(begun, budget, form)
+    masks, texts = PathMasks(constraint), list[tuple[int, ...]]([()])
+    for _ in range(4):
+        texts = [
+            (*text, token)
+            for text in texts
+            for token in sorted(may_follow(text, begun, budget, form))
+            if EOS not in text
+        ]
+        for text in texts[::-1]:
+            expected = may_follow(text[:-1], begun, budget, form)
+            allowed = masks.after(text[:-1])
+            assert allowed is not None and set(allowed.nonzero()[0].tolist()) == expected
+    target, draft = pair(0, 3)
+    decode = partial(decoded, params=SETTINGS["plain"], constraint=partial(thoughts, begun, budget, form), eos=(EOS,))
+    plain = decode(target, None, None)
+    for grower, verify in BEST:
+        assert total_variation(decode(target, draft, speculative(grower, verify)), plain) < 1e-12

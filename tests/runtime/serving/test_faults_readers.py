@@ -28,10 +28,10 @@ from draftwood.runtime import LLM, AsyncLLM, SamplingParams
 httpx = pytest.importorskip("httpx", reason="needs httpx")
 from starlette.types import ASGIApp, Receive, Scope, Send  # noqa: E402 - only where fastapi is installed
 
+from draftwood.runtime.serving.app import create_app  # noqa: E402
 from draftwood.runtime.serving.http import connection_limit, connections  # noqa: E402
 from draftwood.runtime.serving.http import server as http_server  # noqa: E402
 from draftwood.runtime.serving.http.guard import Limits, RequestGuard  # noqa: E402
-from draftwood.runtime.serving.openai.app import create_app  # noqa: E402
 
 T = TypeVar("T")
 BODY = {"model": "m", "prompt": "hello", "temperature": 0, "ignore_eos": True}

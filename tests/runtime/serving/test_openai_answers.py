@@ -18,9 +18,10 @@ from draftwood.runtime.serving.http.errors import invalid
 from draftwood.runtime.serving.json_text import AT_A_TIME, pieces
 from draftwood.runtime.serving.openai.answers import MAX_LOGPROBS, Answer, check_log_probabilities
 from draftwood.runtime.serving.openai.api import OpenAIApi, PreparedRequest
-from draftwood.runtime.serving.openai.bodies import MAX_PARTS, MAX_PROMPTS, ChatBody, CompletionBody, TokenizeBody
+from draftwood.runtime.serving.openai.bodies import MAX_PARTS, MAX_PROMPTS, ChatBody, CompletionBody
 from draftwood.runtime.serving.openai.formats import AnswerFormat, ChatFormat, CompletionFormat
 from draftwood.runtime.serving.openai.streams import Numbered
+from draftwood.runtime.serving.openai.tokens import TokenizeBody
 from draftwood.runtime.serving.waiting import TimeLimit
 from draftwood.runtime.structured.grammars import Prepared
 from draftwood.runtime.text.token_texts import TokenTexts

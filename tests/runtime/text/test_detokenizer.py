@@ -324,12 +324,13 @@ def test_the_first_stop_string_ends_a_text(keeps: bool, others: list[str]) -> No
     that are complete at the end of a piece, the one that begins first."""
     for text, stop in product([word for word in words(6) if len(word) == 6], words(4)):
         for size in (1, 2, 6):
-            checker, written, stopped, end = StopChecker([stop, *others], keeps), "", False, 0
-            while not stopped and end < 6:
+            checker, written, end = StopChecker([stop, *others], keeps), "", 0
+            stopped: str | None = None
+            while stopped is None and end < 6:
                 end += size
                 delta, stopped = checker.push(text[end - size : end])
                 written += delta
             found = [(text[:end].find(each), each) for each in (stop, *others) if each in text[:end]]
-            assert stopped == bool(found)
+            assert stopped == (min(found)[1] if found else None)
             begin, first = min((begin, begin + len(each)) for begin, each in found) if found else (6, 6)
             assert (written if stopped else written + checker.finish()) == text[: first if keeps else begin]

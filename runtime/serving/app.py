@@ -1,4 +1,4 @@
-"""The OpenAI-compatible HTTP application over AsyncLLM: completions, chat, models, health and metrics."""
+"""The HTTP application over AsyncLLM: OpenAI's and Anthropic's APIs, models, health and metrics."""
 
 from __future__ import annotations
 
@@ -11,15 +11,17 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp
 from uvicorn.middleware.proxy_headers import ProxyHeadersMiddleware
 
-from ....models.release import own_version
-from ...requests.async_llm import AsyncLLM
-from ..http.errors import add_errors
-from ..http.guard import REQUEST_ID, Limits, RequestGuard
-from ..http.pages import add_pages
-from .api import OpenAIApi
-from .explain import ExplainApi
-from .route import JsonRoute
-from .tokens import TokensApi
+from ...models.release import own_version
+from ..requests.async_llm import AsyncLLM
+from .anthropic.api import MessagesApi
+from .http.errors import add_errors
+from .http.guard import REQUEST_ID, Limits, RequestGuard
+from .http.pages import add_pages
+from .openai.api import OpenAIApi
+from .openai.explain import ExplainApi
+from .openai.responses import ResponsesApi
+from .openai.route import JsonRoute
+from .openai.tokens import TokensApi
 
 REFUSALS: dict[int | str, dict[str, Any]] = {
     "4XX": {"description": "refused", "content": {"application/json": {}}},
@@ -37,12 +39,14 @@ def create_app(
     allowed_origins: Sequence[str] = (),
     with_pages: bool = True,
     trace: Callable[[ASGIApp], ASGIApp] | None = None,
+    stored_responses: int = 0,
 ) -> ASGIApp:
     """The ASGI application.
 
     model: the model's name in requests. request_seconds: time limit of a request. allowed_origins: origins of web pages
     whose scripts may use the server, "*" for any. with_pages: whether there are web pages, see `http.pages`, and
-    explanations for them. trace: adds a middleware that records spans, see `tracing`.
+    explanations for them. trace: adds a middleware that records spans, see `tracing`. stored_responses: how many
+    answers of /v1/responses are kept for later requests.
     """
     # Its pages would load other servers' scripts, and it would answer an address that ends with a slash by nothing.
     app = FastAPI(title="draftwood", docs_url=None, redoc_url=None, redirect_slashes=False)
@@ -50,12 +54,16 @@ def create_app(
     add_errors(app)
     add_state(app, async_llm)
     api = OpenAIApi(async_llm, model, request_seconds)
-    tokens, explain = TokensApi(api), ExplainApi(api)
+    tokens, explain, messages = TokensApi(api), ExplainApi(api), MessagesApi(api)
+    responses = ResponsesApi(api, stored_responses)
     app.add_api_route("/v1/models", api.models, methods=["GET"], response_class=Response)
     app.add_api_route("/v1/models/{name:path}", api.model, methods=["GET"], response_class=Response, responses=ANSWERS)
     posted: dict[str, Callable[..., Awaitable[Response]]] = {
         "/v1/completions": api.complete,
         "/v1/chat/completions": api.chat,
+        "/v1/messages": messages.create,
+        "/v1/messages/count_tokens": messages.count,
+        "/v1/responses": responses.create,
         "/tokenize": tokens.tokenize,
         "/detokenize": tokens.detokenize,
     }
