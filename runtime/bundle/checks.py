@@ -110,7 +110,8 @@ def check_engine(role: str, spec: EngineSpec, manifest: Manifest) -> None:
     require(least <= spec.capacity <= MAX_SLOTS, f"the {role}'s caches have {spec.capacity} slots")
     for limit, tokens in model.limits.items():
         require(manifest.max_length <= tokens, f"the {role}'s {limit} is {tokens} tokens")
-    known = {output_names(role, head, backend.form) for head in (False, True)}
+    states = model.state_size > 0
+    known = {output_names(role, head, backend.form, states) for head in (False, True)}
     require(spec.outputs in known, f"the {role}'s outputs are {', '.join(spec.outputs) or 'none'}")
     most_batch = MAX_BATCH if backend.is_compiled else 1
     require(1 <= spec.max_batch <= most_batch, f"the {role}'s max_batch is {spec.max_batch}")

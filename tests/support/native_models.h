@@ -71,7 +71,7 @@ static void free_cache(struct cache cache) {
 static struct model model_of(struct shape shape) {
     struct model model = {shape.vocab, shape.hidden, panels_of(shape.inner) * LANES, shape.layers, shape.heads,
                           shape.kv_heads, shape.head_dim, shape.positions, shape.blocks, shape.window,
-                          shape.window > 0, 1e-5f, 0.5f, 0.25f, 0.5f, 2, 1.5f, 0, 0, 0, 0, {0}, {0}};
+                          shape.window > 0, 0, 1e-5f, 0.5f, 0.25f, 0.5f, 2, 1.5f, 0, 0, 0, 0, {0}, {0}};
     const int query = shape.heads * shape.head_dim, key = shape.kv_heads * shape.head_dim;
     const int whole = panels_of(shape.hidden) * LANES, head = panels_of(shape.head_dim) * LANES;
     model.embedding = matrix_of(shape.vocab, shape.hidden, shape.format, 0);
@@ -83,7 +83,7 @@ static struct model model_of(struct shape shape) {
     for (int index = 0; index < shape.layers; index++)
         layers[index] = (struct layer){numbers(whole), numbers(whole),
                                        shape.normed ? numbers(head) : NULL, shape.normed ? numbers(head) : NULL,
-                                       shape.normed ? numbers(whole) : NULL, shape.normed ? numbers(whole) : NULL,
+                                       shape.normed ? numbers(whole) : NULL, shape.normed ? numbers(whole) : NULL, NULL,
                                        cosine, sine,
                                        matrix_of(query + 2 * key, shape.hidden, shape.format, index % 2),
                                        matrix_of(shape.hidden, query, shape.format, 0),
