@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import torch
 from native_parts import open_native
-from numpy.typing import NDArray
 from states import DRAFT, TAPPED, RandomModel
 
 from draftwood.builder.engines.export import export
@@ -123,14 +122,16 @@ def test_nothing_else_changes_where_no_state_is_read(tmp_path: Path) -> None:
 def test_a_pass_without_the_states_that_it_needs_is_refused(backend: str, tmp_path: Path) -> None:
     model = RandomModel(DRAFT)
     engine = opened(model, backend, tmp_path)
-    whole: NDArray[Any] = np.zeros((2, DRAFT.state_inputs), np.float32)
-    for states in (None, whole[:1], whole[:, 1:], whole.astype(np.float64)):
+    whole = np.zeros((2, DRAFT.state_inputs), np.float32)
+    wrong: list[Any] = [None, whole[:1], whole[:, 1:], whole.astype(np.float64)]
+    for states in wrong:
         batch = TokenBatch.pad([1, 2], [0, 1], np.tri(2, dtype=np.bool_), 2, states=states)
         with pytest.raises(EngineError, match=r"2 rows .* takes 128 numbers"):
             engine.score(batch, engine.new_cache())
     engine.close()
     plain = opened(RandomModel(replace(TAPPED, taps=())), backend, tmp_path)
-    for states, read in ((whole, False), (None, True)):
+    pairs: list[Any] = [(whole, False), (None, True)]
+    for states, read in pairs:
         batch = TokenBatch.pad([1, 2], [0, 1], np.tri(2, dtype=np.bool_), 2, states=states, states_read=read)
         with pytest.raises(EngineError, match="states"):
             plain.score(batch, plain.new_cache())

@@ -93,7 +93,7 @@ def written(
     scheduler: Scheduler[Any] = Scheduler(shared or 1, 100, pools=pools, prefill=prefill)
     texts = [list(prompt) for prompt in prompts]
     requests = list[Request[Any]]()
-    engines = pools or [target, draft]
+    engines: list[Any] = [*pools] or [target, draft]
     for index, prompt in enumerate(prompts, seed):
         decoder = SpeculativeDecoder(engines[0], engines[1], config, 4096, ())
         sampler = Sampler(SamplingParams(max_tokens=40, temperature=1.0, seed=index), prompt, (), VOCAB)
