@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from native_parts import open_native
+from onnx_device import stand_in_device
 from states import DRAFT, TAPPED, RandomModel
 
 from draftwood.builder.engines.export import export
@@ -49,7 +50,9 @@ def spec_of(model: RandomModel, backend: str, precision: str = "fp32") -> Engine
     )
 
 
-def opened(model: RandomModel, backend: str, folder: Path, precision: str = "fp32", form: str = ADDITIVE) -> Engine:
+def opened(model: RandomModel, name: str, folder: Path, precision: str = "fp32") -> Engine:
+    """name: of a backend, or of a form of the graph, or "device": caches of their own memory."""
+    backend, form = name if name in BACKENDS else "onnxruntime", COMPACT if name == COMPACT else ADDITIVE
     spec = spec_of(model, backend, precision)
     weights = stored_as(model, BACKENDS[backend], precision, {}, None)
     if backend == "native":
@@ -59,16 +62,16 @@ def opened(model: RandomModel, backend: str, folder: Path, precision: str = "fp3
     export(weights, spec.role, 256, file, lambda name: None, form=form, precision=precision)
     if form == ADDITIVE:
         BACKENDS[backend].check_file(file, spec)
-    return OnnxRuntimeEngine(file, spec)
+    with stand_in_device():
+        return OnnxRuntimeEngine(file, spec, provider="cuda" if name == "device" else "cpu")
 
 
-@pytest.mark.parametrize("engine", ["native", "onnxruntime", COMPACT])
+@pytest.mark.parametrize("engine", ["native", "onnxruntime", COMPACT, "device"])
 @pytest.mark.parametrize("name", MODELS)
 def test_an_engine_computes_what_the_reference_does(name: str, engine: str, tmp_path: Path) -> None:
     """Logits and states, of a prompt and of a tree, with own states and the target's in one pass."""
     model = RandomModel(MODELS[name])
-    compact = engine == COMPACT
-    running = opened(model, "onnxruntime" if compact else engine, tmp_path, form=COMPACT if compact else ADDITIVE)
+    running = opened(model, engine, tmp_path)
     reference = score_rows(model.tensor, model.config, rows_of(running.spec))
     assert reference.states is not None and reference.states.shape[1] == model.config.state_size
     assert largest_difference(running, reference) < 1e-4
