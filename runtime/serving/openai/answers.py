@@ -54,7 +54,9 @@ class Choice:
 
 
 class Answer:
-    """Collects one answer, which is sent whole or in chunks."""
+    """Collects one answer, which is sent whole or in chunks. done: the last event of a stream."""
+
+    done = b"data: [DONE]\n\n"
 
     def __init__(
         self,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 from typing import Any, NamedTuple, TypeVar
@@ -20,13 +20,14 @@ from ...requests.async_llm import AsyncLLM, RequestStream
 from ...sampling.params import SamplingParams
 from ...speculation.config import SpeculativeConfig
 from ...structured.grammars import Prepared
+from ...text.infill import Infill, Infilling
 from ...text.token_texts import TokenTexts
 from ...text.writer import StreamChunk
 from ..http.errors import UnknownModel, refusal_of
 from ..json_text import pieces
 from ..waiting import TimeLimit, while_connected
 from .answers import Answer, as_json, check_log_probabilities
-from .bodies import COMPLETION_TOKENS, ChatBody, CompletionBody, GenerationBody, StreamOptions
+from .bodies import ChatBody, CompletionBody, GenerationBody, StreamOptions
 from .formats import AnswerFormat, ChatFormat, CompletionFormat
 from .streams import Numbered, merged
 from .tool_use import ToolUse, tool_use
@@ -74,10 +75,10 @@ class OpenAIApi:
         return as_json(self._card)
 
     async def complete(self, body: CompletionBody, request: Request) -> Response:
-        return await self._answer(body, request, await self.read(body, request))
+        return await self.answer(body, request, await self.read(body, request))
 
     async def chat(self, body: ChatBody, request: Request) -> Response:
-        return await self._answer(body, request, await self.read(body, request))
+        return await self.answer(body, request, await self.read(body, request))
 
     def begin(self, model: str | None) -> TimeLimit:
         """The time of a request for a model. Raises UnknownModel for another one than this."""
@@ -107,13 +108,17 @@ class OpenAIApi:
             writing = self.async_llm.encode_chat(body.conversation, body.settings(told=use is not None), client)
             prompts = [await self.while_connected(request, writing, limit)]
             echoes, format = [body.echoed], ChatFormat(self._texts, body.logprobs, use)
-            default = min(most_tokens or self._max_length, self.async_llm.max_tokens_behind(prompts[0]))
+            default = min(most_tokens or self._max_length, self._room(prompts[0]))
         else:
             reading = (self.async_llm.encode(each, client) for each in body.prompts)
             prompts = [await self.while_connected(request, each, limit) for each in reading]
             echoes = [await self._echo(prompt, client) if body.echo else None for prompt in body.prompts]
-            format, default = CompletionFormat(self._texts, body.logprobs is not None), COMPLETION_TOKENS
+            format, room = CompletionFormat(self._texts, body.logprobs is not None), self._room(prompts[0])
+            default = room if body.default_tokens is None else body.default_tokens
         params = with_tools(body.sampling_params(default), use)
+        if isinstance(body, CompletionBody) and any(isinstance(each, Infill) for each in body.prompts):
+            ends = Infilling(self._llm.tokenizer).ends
+            params = replace(params, stop_token_ids=tuple(dict.fromkeys((*params.stop_token_ids, *ends))))
         check_log_probabilities(params, body.num_choices, [len(prompt) for prompt in prompts], self._max_length)
         request.state.params = params
         prepared = await self.while_connected(request, self.async_llm.prepare(params, client), limit)
@@ -148,15 +153,22 @@ class OpenAIApi:
             )
         return self._llm.resolved(body.speculation())
 
-    async def _echo(self, prompt: Prompt, client: str) -> str:
+    def _room(self, prompt: Sequence[int]) -> int:
+        """The most tokens behind a prompt."""
+        return min(self._max_length, self.async_llm.max_tokens_behind(prompt))
+
+    async def _echo(self, prompt: Prompt | Infill, client: str) -> str:
         if isinstance(prompt, str):
             return prompt
+        assert not isinstance(prompt, Infill), "CompletionBody.check refuses it"
         return await self.async_llm.texts.compute(lambda _: self._llm.tokenizer.decode(prompt), len(prompt), client)
 
-    async def _answer(self, body: GenerationBody, request: Request, asked: PreparedRequest) -> Response:
-        """Generate the choices of each prompt, and send them whole or as a stream."""
+    async def answer(
+        self, body: GenerationBody, request: Request, asked: PreparedRequest, answering: Callable[..., Answer] = Answer
+    ) -> Response:
+        """Generate the choices of each prompt, and send them whole or as a stream. answering: makes the answer."""
         streams = await self._submit_all(body, request.state.client, asked)
-        answer = Answer(
+        answer = answering(
             asked.format,
             self._texts,
             str(self._card["id"]),
@@ -238,7 +250,7 @@ async def server_sent(
             log.exception("a request failed while it was answered")
         answer.failure = type(error).__name__
         yield b"data: " + refusal_of(error).body + b"\n\n"
-    yield b"data: [DONE]\n\n"
+    yield answer.done
 
 
 def event(content: Mapping[str, Any]) -> bytes:

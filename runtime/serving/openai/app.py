@@ -18,6 +18,7 @@ from ..http.guard import REQUEST_ID, Limits, RequestGuard
 from ..http.pages import add_pages
 from .api import OpenAIApi
 from .explain import ExplainApi
+from .infill import InfillApi
 from .route import JsonRoute
 from .tokens import TokensApi
 
@@ -56,6 +57,7 @@ def create_app(
     posted: dict[str, Callable[..., Awaitable[Response]]] = {
         "/v1/completions": api.complete,
         "/v1/chat/completions": api.chat,
+        "/infill": InfillApi(api).infill,
         "/tokenize": tokens.tokenize,
         "/detokenize": tokens.detokenize,
     }
