@@ -81,12 +81,13 @@ def nested(opening: str, closing: str, depth: int) -> str:
         '{"prompt": %s}',
         '{"prompt": "x", "tools": %s}',
         '{"prompt": "x", "unknown": %s}',
+        '{"input_prefix": "x", "input_extra": %s}',
         '{"messages": %s}',
         '{"messages": [{"role": "user", "content": %s}]}',
     ],
 )
 def test_json_that_is_too_deep_is_refused_and_leaves_no_trace(client: Any, place: str, depth: int) -> None:
-    path = CHAT if "messages" in place else COMPLETIONS
+    path = CHAT if "messages" in place else "/infill" if "input" in place else COMPLETIONS
     for deep in (nested("[", "]", depth), nested('{"a": [', "]}", depth).replace("[]", "[1]")):
         status, message = send(client, path, place % deep)
         assert status == 400 and "levels deep" in message and len(message) < 1000
@@ -199,7 +200,8 @@ def test_health_is_answered_while_a_wide_answer_is_written(client: Any, server: 
 
 
 FIELDS = """prompt messages n temperature top_k top_p seed stop logit_bias speculative stream stream_options logprobs
-max_tokens min_tokens stop_token_ids user echo metadata tools tokens return_token_strs"""
+max_tokens min_tokens stop_token_ids user echo metadata tools tokens return_token_strs suffix input_prefix input_suffix
+input_extra n_predict response_fields"""
 values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(st.characters(), max_size=4),
     lambda items: st.lists(items, max_size=3) | st.dictionaries(st.text(max_size=4), items, max_size=3),
@@ -209,7 +211,7 @@ bodies = st.dictionaries(st.sampled_from(FIELDS.split()), values, max_size=4)
 
 
 @settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
-@given(bodies, st.sampled_from([COMPLETIONS, CHAT, "/tokenize", "/detokenize"]))
+@given(bodies, st.sampled_from([COMPLETIONS, CHAT, "/infill", "/tokenize", "/detokenize"]))
 def test_whatever_a_body_holds_it_is_answered(client: Any, body: dict[str, Any], path: str) -> None:
     wanted = {"messages": MESSAGES} if path == CHAT else {"prompt": "x"}
     whole = {**wanted, "max_tokens": 2, **body} if path in (COMPLETIONS, CHAT) else body
