@@ -242,6 +242,10 @@ def test_a_thought_ends_at_its_budget_and_the_form_begins_behind_it(
             expected = may_follow(text[:-1], begun, budget, form)
             allowed = masks.after(text[:-1])
             assert allowed is not None and set(allowed.nonzero()[0].tolist()) == expected
+            walked = thoughts(begun, budget, form)
+            assert all(map(walked.advance, text[:-1])) and set(walked.forced()[:1]) <= expected
+            if (begun or text[0] == 0 != len(text) - 1) and 1 not in text[:-1] and expected == {1}:
+                assert walked.forced() == [1], "the end of a thought whose budget is spent"
     target, draft = pair(0, 3)
     decode = partial(decoded, params=SETTINGS["plain"], constraint=partial(thoughts, begun, budget, form), eos=(EOS,))
     plain = decode(target, None, None)
