@@ -17,6 +17,8 @@ from serving import Served, served, with_chat_template
 httpx = pytest.importorskip("httpx", reason="needs httpx")
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+MESSAGES_API, RESPONSES = "/v1/messages", "/v1/responses"
+BY_FIELD = {'"system"': MESSAGES_API, '"messages"': CHAT, '"input"': RESPONSES, '"input_prefix"': "/infill"}
 SHORT = {"prompt": "hello", "max_tokens": 3, "temperature": 0, "ignore_eos": True}
 MESSAGES = [{"role": "user", "content": "hello"}]
 MEBIBYTE = 1 << 20
@@ -63,7 +65,7 @@ def send(client: Any, path: str, body: str | bytes) -> tuple[int, str]:
     """Status and message of the answer to a body."""
     answer = client.post(path, content=body, headers={"content-type": "application/json"})
     content = answer.json()
-    return answer.status_code, content["error"]["message"] if "error" in content else ""
+    return answer.status_code, (content.get("error") or {}).get("message", "")
 
 
 def nested(opening: str, closing: str, depth: int) -> str:
@@ -84,10 +86,12 @@ def nested(opening: str, closing: str, depth: int) -> str:
         '{"input_prefix": "x", "input_extra": %s}',
         '{"messages": %s}',
         '{"messages": [{"role": "user", "content": %s}]}',
+        '{"system": %s, "messages": [{"role": "user", "content": "x"}]}',
+        '{"input": %s}',
     ],
 )
 def test_json_that_is_too_deep_is_refused_and_leaves_no_trace(client: Any, place: str, depth: int) -> None:
-    path = CHAT if "messages" in place else "/infill" if "input" in place else COMPLETIONS
+    path = next((path for name, path in BY_FIELD.items() if name in place), COMPLETIONS)
     for deep in (nested("[", "]", depth), nested('{"a": [', "]}", depth).replace("[]", "[1]")):
         status, message = send(client, path, place % deep)
         assert status == 400 and "levels deep" in message and len(message) < 1000
@@ -200,8 +204,9 @@ def test_health_is_answered_while_a_wide_answer_is_written(client: Any, server: 
 
 
 FIELDS = """prompt messages n temperature top_k top_p seed stop logit_bias speculative stream stream_options logprobs
-max_tokens min_tokens stop_token_ids user echo metadata tools tokens return_token_strs suffix input_prefix input_suffix
-input_extra n_predict response_fields"""
+max_tokens min_tokens stop_token_ids user echo metadata tools tokens return_token_strs input system thinking text
+tool_choice reasoning stop_sequences max_output_tokens previous_response_id store include output_config suffix
+input_prefix input_suffix input_extra n_predict response_fields"""
 values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(st.characters(), max_size=4),
     lambda items: st.lists(items, max_size=3) | st.dictionaries(st.text(max_size=4), items, max_size=3),
@@ -210,9 +215,32 @@ values = st.recursive(
 bodies = st.dictionaries(st.sampled_from(FIELDS.split()), values, max_size=4)
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
-@given(bodies, st.sampled_from([COMPLETIONS, CHAT, "/infill", "/tokenize", "/detokenize"]))
+@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@given(bodies, st.sampled_from([COMPLETIONS, CHAT, MESSAGES_API, RESPONSES, "/infill", "/tokenize", "/detokenize"]))
 def test_whatever_a_body_holds_it_is_answered(client: Any, body: dict[str, Any], path: str) -> None:
-    wanted = {"messages": MESSAGES} if path == CHAT else {"prompt": "x"}
-    whole = {**wanted, "max_tokens": 2, **body} if path in (COMPLETIONS, CHAT) else body
+    wanted = {COMPLETIONS: {"prompt": "x"}, RESPONSES: {"input": "x", "max_output_tokens": 2}}
+    whole = {**wanted.get(path, {"messages": MESSAGES}), "max_tokens": 2, **body} if path.startswith("/v1") else body
     assert send(client, path, json.dumps(whole))[0] in (200, 400)
+
+
+PARTS: list[Any] = [{"type": "text", "text": ""}] * 4000
+SAID: list[dict[str, Any]] = [
+    {"messages": [{"role": "user", "content": PARTS}] * 5},
+    {"messages": [{"role": "user", "content": "x"}] * 4096, "max_tokens": 1},
+    {"messages": [{"role": "user", "content": [{"type": "tool_result", "tool_use_id": "a", "content": PARTS * 10}]}]},
+    {"messages": MESSAGES, "system": [{"type": "text", "text": "s" * 100_000}] * 30},
+    {"messages": MESSAGES, "tools": [{"name": "f", "input_schema": {}}] * 5000},
+    {"messages": MESSAGES, "thinking": {"type": "enabled", "budget_tokens": 10**30}},
+    {"input": [{"role": "user", "content": "x"}] * 16_384},
+    {"input": [{"role": "user", "content": [{"type": "input_text", "text": ""}] * 50_000}]},
+    {"input": [{"type": "reasoning", "content": [{"type": "reasoning_text", "text": "x" * 200}] * 10_000}]},
+    {"input": "x", "tools": [{"type": "function", "name": "f"}] * 5000},
+    {"input": "x", "include": ["x"] * 100_000},
+    {"input": "x", "metadata": {str(number): "x" for number in range(100_000)}},
+]
+
+
+@pytest.mark.parametrize("body", SAID, ids=[f"{next(iter(body))} {number}" for number, body in enumerate(SAID)])
+def test_long_conversations_of_other_protocols_are_refused_or_served_soon(client: Any, body: dict[str, Any]) -> None:
+    status, message = send(client, RESPONSES if "input" in body else MESSAGES_API, json.dumps(body))
+    assert (status == 400 and 0 < len(message) < 1000) or (status == 200 and "reasoning" in str(body)[:100])

@@ -16,6 +16,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from bundling import resigned
+from checkpoints import VOCAB_SIZE, write_tokenizer
+from tokenizers import AddedToken, Tokenizer
 
 CHAT_TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}<assistant>"
 
@@ -119,6 +121,27 @@ def with_chat_template(bundle: Path, folder: Path, template: str = CHAT_TEMPLATE
     copy = folder / "tiny"
     shutil.copytree(bundle, copy)
     (copy / "chat_template.jinja").write_text(template)
+    return resigned(copy)
+
+
+# It thinks as Qwen3's does; `opened` makes it begin the thought, as DeepSeek-R1's.
+THINKING_TEMPLATE = (
+    "{% for tool in tools or [] %}{{ tool.function.name }} {% endfor %}{% if tools %}in <tool_call> tags\n{% endif %}"
+    "{% for m in messages %}<{{ m.role }}>"
+    "{% if m.reasoning_content %}<think>{{ m.reasoning_content }}</think>{% endif %}{{ m.content }}"
+    "{% if m.tool_calls %}{{ m.tool_calls | tojson }}{% endif %}\n{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% if enable_thinking is defined and not enable_thinking %}<think>\n\n"
+    "</think>\n\n{% elif opened is defined %}<think>\n{% endif %}{% endif %}"
+)
+
+
+def with_thoughts(bundle: Path, folder: Path) -> Path:
+    """A copy of a bundle, called "tiny", whose last two tokens are the marks of a thought."""
+    copy = with_chat_template(bundle, folder, THINKING_TEMPLATE)
+    write_tokenizer(copy, VOCAB_SIZE - 2)
+    tokenizer = Tokenizer.from_file(str(copy / "tokenizer.json"))
+    tokenizer.add_tokens([AddedToken(mark, special=False, normalized=False) for mark in ("<think>", "</think>")])
+    tokenizer.save(str(copy / "tokenizer.json"))
     return resigned(copy)
 
 

@@ -14,11 +14,9 @@ from ..openai.bodies import ChatBody, Message, no_many_parts
 from ..openai.tool_use import Function, FunctionName, Name, NamedTool, Tool, ToolChoice
 from ..openai.translated import TranslatedBody, Turns, field_of, kind_of, only, texts_of
 
-# Fields that never change the text: of caches, tiers and places of Anthropic's own servers.
-IGNORED = frozenset(
-    ("cache_control", "diagnostics", "inference_geo", "service_tier", "user_profile_id", "workspace_id")
-)
-NEUTRAL: dict[str, tuple[Any, ...]] = {"speed": ("standard",)}
+# Fields that never change the text.
+IGNORED = frozenset(("cache_control", "context_management", "diagnostics", "inference_geo", "service_tier"))
+IGNORED |= {"speed", "user_profile_id", "workspace_id"}
 # Fields of a tool that say how Anthropic's own servers treat it, and its type where it is a function.
 OF_TOOLS = frozenset(("allowed_callers", "cache_control", "defer_loading", "eager_input_streaming", "input_examples"))
 CHOICES: dict[str, Literal["none", "auto", "required"]] = {"none": "none", "auto": "auto", "any": "required"}
@@ -96,7 +94,7 @@ class CountBody(TranslatedBody):
     """POST /v1/messages/count_tokens."""
 
     ignored = IGNORED
-    neutral = NEUTRAL
+    neutral = {}  # noqa: RUF012 - as the base class declares it
     own = frozenset(("messages", "tools", "tool_choice"))
 
     messages: Annotated[

@@ -15,7 +15,8 @@ from .tool_use import Function, FunctionName, Name, NamedTool, Tool
 from .translated import TranslatedBody, Turns, field_of, kind_of, only, texts_of
 
 # Known fields that never change the text.
-IGNORED = frozenset(("max_tool_calls", "prompt_cache_key", "prompt_cache_retention", "service_tier", "stream_options"))
+IGNORED = frozenset(("client_metadata", "max_tool_calls", "prompt_cache_key", "prompt_cache_retention"))
+IGNORED |= {"service_tier", "stream_options"}
 NEUTRAL: dict[str, tuple[Any, ...]] = {"background": (False,), "top_logprobs": (0,), "truncation": ("disabled",)}
 TEXTS = ("input_text", "output_text", "text")
 MAX_METADATA = 16  # OpenAI's limits

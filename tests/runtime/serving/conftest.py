@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from bundling import resigned
-from serving import Served, served, with_chat_template
+from serving import Served, served, with_chat_template, with_thoughts
 
 from draftwood.runtime import LLM, SpeculativeConfig
 
@@ -35,6 +35,18 @@ def chat_bundle(tiny_bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> 
 def api(chat_bundle: Path) -> Iterator[Served]:
     """The server. Its model is "tiny"."""
     with served(chat_bundle, *FIXED) as running:
+        yield running
+
+
+@pytest.fixture(scope="session")
+def thinking_bundle(tiny_bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return with_thoughts(tiny_bundle, tmp_path_factory.mktemp("thinking"))
+
+
+@pytest.fixture(scope="session")
+def thinker(thinking_bundle: Path) -> Iterator[Served]:
+    """A server whose model "tiny" thinks and calls tools, and which keeps two responses."""
+    with served(thinking_bundle, *FIXED, "--stored-responses", "2") as running:
         yield running
 
 

@@ -84,6 +84,7 @@ VALUES: dict[str, Any] = {
     "structured_outputs": {"regex": "[ab]"},
     "suffix": "x",
     "temperature": 0.5,
+    "thinking_token_budget": 5,
     "tool_choice": "auto",
     "tools": [TOOL],
     "top_k": 3,
@@ -98,7 +99,7 @@ VALUES: dict[str, Any] = {
 # Those that ask for something by being true, beside what openai's package has in addition.
 ANYTHING = """add_special_tokens ec_transfer_params kv_transfer_params logits_processors logprobs media_io_kwargs
 mm_payload mm_processor_kwargs repetition_detection return_mm_kwargs return_prompt_text return_token_ids stream
-return_token_offsets return_tokens_as_token_ids routed_experts_prompt_start session_id thinking_token_budget
+return_token_offsets return_tokens_as_token_ids routed_experts_prompt_start session_id
 use_beam_search vllm_xargs watermarking"""
 # Fields that ask for something only together with others.
 WITH: dict[str, dict[str, Any]] = {
@@ -179,7 +180,7 @@ def test_each_field_is_what_the_table_says(http: Any, table: Table, path: str) -
 
 def test_what_has_no_effect_says_why(table: Table) -> None:
     without = {name for name, row in table.items() if NO_EFFECT in row[:2]}
-    assert without == IGNORED | {"spaces_between_special_tokens"}
+    assert without == IGNORED | {"include_reasoning", "spaces_between_special_tokens"}
     assert all(table[name][2].strip() for name in without)
 
 

@@ -72,9 +72,20 @@ def test_without_the_key_only_the_state_is_answered(server: Served, key: str | N
     headers = {} if key is None else {"authorization": key.encode()}
     with httpx.Client(base_url=server.root, headers=headers, timeout=120) as stranger:
         assert code_of(stranger.post("/v1/completions", json=SHORT)) == (401, "invalid_api_key")
+        refused = stranger.post("/v1/messages", json=SHORT)
+        assert (refused.status_code, refused.json()["error"]["type"]) == (401, "authentication_error")
         for path in ("/health", "/health/ready", "/metrics"):
             assert stranger.get(path).status_code == 200
             assert stranger.head(path).status_code == 200  # how load testers ask
+
+
+def test_the_key_may_come_as_anthropics_clients_send_it(server: Served) -> None:
+    body = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 1}
+    for key, status in (("wrong", 401), ("secret", 400)):  # 400: this model has no chat template
+        answer = httpx.post(f"{server.url}/messages", json=body, headers={"x-api-key": key}, timeout=120)
+        assert answer.status_code == status and answer.json()["type"] == "error"
+    large = httpx.post(f"{server.url}/messages", content=b" " * 20_001, headers={"x-api-key": "secret"}, timeout=120)
+    assert (large.status_code, large.json()["error"]["type"]) == (413, "request_too_large")
 
 
 def test_what_exceeds_a_limit_is_refused_also_if_it_hides_its_size(client: Any) -> None:

@@ -23,10 +23,13 @@ WRITTEN = (
     "/v1/completions/explain",
     "/v1/chat/completions/explain",
     "/infill",
+    "/v1/messages",
+    "/v1/messages/count_tokens",
+    "/v1/responses",
     "/tokenize",
     "/detokenize",
 )
-NEEDED = {"messages": [{"role": "user", "content": "x"}], "prompt": None, "tokens": None}
+NEEDED = {"messages": [{"role": "user", "content": "x"}], "prompt": None, "tokens": None, "input": "x"}
 READ = ("/v1/models", "/v1/models/{name}", "/health", "/health/ready", "/metrics", "/version")
 
 
