@@ -92,6 +92,8 @@ def one_layer(model: LlamaConfig) -> LlamaConfig:
         variant=Variant(),
         draft_vocab_size=None,
         draft_context=None,
+        taps=(),
+        reads=None,
     )
     while num_weights(config) > MAX_PARAMETERS and config.hidden_size >= 2 * MAX_NARROW:
         kv_heads = max(1, config.num_kv_heads // 2)

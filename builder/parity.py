@@ -22,25 +22,30 @@ PROMPT_ROWS, TREE_ROWS = 24, 12
 
 
 class Rows(NamedTuple):
-    """Rows of one pass without a cache. tokens, positions: int64 [R]. mask: bool [R, R], what each row attends to."""
+    """Rows of one pass without a cache. tokens, positions: int64 [R]. mask: bool [R, R], what each row attends to.
+    states: float32 [R, state_inputs], of a draft that reads them."""
 
     tokens: NDArray[np.int64]
     positions: NDArray[np.int64]
     mask: NDArray[np.bool_]
+    states: NDArray[np.float32] | None = None
 
 
 class Scored(NamedTuple):
-    """What a model says of rows. logits: float32 [R, V]. acceptance: float32 [R], of a draft with SpecDec++'s head."""
+    """What a model says of rows. logits: float32 [R, V]. acceptance: float32 [R], of a draft with SpecDec++'s head.
+    states: float32 [R, state_size], if it returns any."""
 
     logits: NDArray[np.float32]
     acceptance: NDArray[np.float32] | None
+    states: NDArray[np.float32] | None = None
 
 
 def largest_difference(engine: Engine, reference: Scored, rounding: str | None = None) -> float:
     """Run a prompt and a token tree through an engine. reference: what the reference says of `rows_of` the
     engine's spec. rounding: the precision of the engine's activations; None means the engine's precision.
 
-    Returns the largest difference of two logits, divided by the largest logit if that exceeds 1. Raises BundleError if
+    Returns the largest difference of two logits, divided by the largest logit if that exceeds 1; states are compared
+    like logits. Raises BundleError if
     the result exceeds `TOLERANCE`, or if an acceptance head's output differs by more than `HEAD_TOLERANCE`. Less
     precise engines may differ by more, see `COARSER`. It raises BundleError, too, if a logit of either is NaN or
     infinite, of which no difference can be taken.
@@ -55,8 +60,9 @@ def largest_difference(engine: Engine, reference: Scored, rounding: str | None =
         rows = slice(end - 1, end) if len(batch.output_rows) == 1 else slice(first, end)
         found, expected = output.logits[: rows.stop - rows.start], reference.logits[rows]
         refuse_no_numbers(found, expected, engine.spec)
-        scale = max(1.0, float(np.abs(expected).max()))
-        worst = max(worst, float(np.abs(found - expected).max()) / scale)
+        worst = max(worst, difference(found, expected))
+        if output.states is not None and reference.states is not None:
+            worst = max(worst, difference(output.states, reference.states[first:end]))
         if output.acceptance is not None and reference.acceptance is not None:
             accepted = output.acceptance[: rows.stop - rows.start]
             refuse_another_head(accepted, reference.acceptance[rows], coarser * HEAD_TOLERANCE)
@@ -69,6 +75,11 @@ def largest_difference(engine: Engine, reference: Scored, rounding: str | None =
             "checkpoint"
         )
     return worst
+
+
+def difference(found: NDArray[np.float32], expected: NDArray[np.float32]) -> float:
+    """The largest one of two numbers, divided by the largest number if that exceeds 1."""
+    return float(np.abs(found - expected).max()) / max(1.0, float(np.abs(expected).max()))
 
 
 def refuse_no_numbers(found: NDArray[np.float32], expected: NDArray[np.float32], spec: EngineSpec) -> None:
@@ -99,15 +110,28 @@ def batches(spec: EngineSpec) -> Iterator[TokenBatch]:
     """The passes of a prompt, and then of a random tree after it."""
     rng = np.random.default_rng(0)
     prompt, rows = min(PROMPT_ROWS, spec.max_width), min(TREE_ROWS, spec.max_width)
-    tokens = rng.integers(0, spec.model.vocab_size, prompt + rows)
-    yield causal_batch(spec, tokens[:prompt].tolist(), 0)
+    tokens, shows = rng.integers(0, spec.model.vocab_size, prompt + rows), spec.model.state_size > 0
+    states = random_states(spec, prompt + rows, rng)
+    first, second = (None, None) if states is None else (states[:prompt], states[prompt:])
+    yield causal_batch(spec, tokens[:prompt].tolist(), 0, states=first, states_read=shows)
     mask = np.eye(rows, dtype=np.bool_)
     depths = np.zeros(rows, np.int64)
     for row in range(1, rows):
         parent = int(rng.integers(row))
         mask[row] |= mask[parent]
         depths[row] = depths[parent] + 1
-    yield TokenBatch.pad(tokens[prompt:], prompt + depths, mask, spec.width_for(rows))
+    width = spec.width_for(rows)
+    yield TokenBatch.pad(tokens[prompt:], prompt + depths, mask, width, states=second, states_read=shows)
+
+
+def random_states(spec: EngineSpec, rows: int, rng: np.random.Generator) -> NDArray[np.float32] | None:
+    """States [rows, state_inputs] for a draft that reads them: of every third row its own, of others the target's."""
+    if spec.model.reads is None:
+        return None
+    states, own = rng.normal(size=(rows, spec.model.state_inputs)).astype(np.float32), spec.model.reads.inputs
+    states[::3, :own] = 0
+    states[1::3, own:] = states[2::3, own:] = 0
+    return states
 
 
 def rows_of(spec: EngineSpec) -> Rows:
@@ -122,4 +146,5 @@ def rows_of(spec: EngineSpec) -> Rows:
         first += count
     tokens = np.concatenate([batch.token_ids[:count] for batch, count in zip(passes, counts, strict=True)])
     positions = np.concatenate([batch.position_ids[:count] for batch, count in zip(passes, counts, strict=True)])
-    return Rows(tokens, positions, mask)
+    states = [batch.states for batch in passes if batch.states is not None]
+    return Rows(tokens, positions, mask, np.concatenate(states) if states else None)

@@ -19,11 +19,12 @@ from time import perf_counter
 from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ..models.bindings import DRAFT, TARGET
 from ..runtime.engines.base import Engine, TokenBatch
 from ..runtime.engines.cache import GrowingKVCache
-from ..runtime.engines.passes import prefill
+from ..runtime.engines.passes import prefill_passes, run
 
 PAUSE = 2e-4  # seconds on the host before a pass of a round with a proposal
 DRAFT_PAUSE = 5e-5  # the same between two passes of the draft
@@ -108,7 +109,7 @@ def measure_after(
                             beside[width].append(plain)
                         else:
                             wait(DRAFT_PAUSE)
-                            again[width].append(time_pass(engine, caches[role], width))
+                            again[width].append(time_pass(engine, caches[role], width, False))
                 spent[width] += perf_counter() - start
             if repeat:
                 advance()
@@ -144,7 +145,7 @@ def filled_cache(engine: Engine, context: int) -> Any:
     """A cache with so many committed rows. Where a cache can repeat rows, only those of one pass are computed."""
     cache = engine.new_cache()
     computed = min(context, engine.spec.max_width) if isinstance(cache, GrowingKVCache) else context
-    prefill(engine, cache, [0] * computed)
+    run(prefill_passes(engine, cache, [0] * computed, states=states_for(engine, computed)))
     if isinstance(cache, GrowingKVCache):
         cache.repeat(context)
     return cache
@@ -157,10 +158,23 @@ def wait(seconds: float) -> None:
         pass
 
 
-def time_pass(engine: Engine, cache: Any, width: int) -> float:
-    """Seconds of one pass over a chain of `width` rows, which are not committed."""
-    positions = np.arange(cache.length, cache.length + width)
-    batch = TokenBatch.pad([0] * width, positions, np.tri(width, dtype=np.bool_), width)
+def states_for(engine: Engine, rows: int, committed: bool = True) -> NDArray[np.float32] | None:
+    """Any states for a draft that reads them. committed: whether they are the target's, not the draft's own."""
+    model = engine.spec.model
+    if model.reads is None:
+        return None
+    states = np.zeros((rows, model.state_inputs), np.float32)
+    part = slice(model.reads.inputs) if committed else slice(model.reads.inputs, None)
+    states[:, part] = 1
+    return states
+
+
+def time_pass(engine: Engine, cache: Any, width: int, committed: bool = True) -> float:
+    """Seconds of one pass over a chain of `width` rows, which are not committed, with all states that a round asks for.
+    committed: see `states_for`."""
+    positions, given = np.arange(cache.length, cache.length + width), states_for(engine, width, committed)
+    mask, shows = np.tri(width, dtype=np.bool_), engine.spec.model.state_size > 0
+    batch = TokenBatch.pad([0] * width, positions, mask, width, states=given, states_read=shows)
     start = perf_counter()
     engine.score(batch, cache)
     elapsed = perf_counter() - start

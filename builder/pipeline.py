@@ -118,10 +118,27 @@ def opened(options: BuildOptions, advance: Callable[[], None]) -> dict[str, Chec
     checkpoints: dict[str, Checkpoint] = {}
     for role in options.roles:
         path = options.target if role == TARGET or not isinstance(options.draft, Path) else options.draft
-        checkpoints[role] = Checkpoint(path, options.lora_of(role))
+        target = checkpoints.get(TARGET) if isinstance(options.draft, Path) else None
+        checkpoints[role] = Checkpoint(path, options.lora_of(role), target)
         advance()
     refuse_draft(checkpoints[TARGET])
+    reads = checkpoints[DRAFT].config.reads if DRAFT in checkpoints else None
+    if reads is not None:
+        refuse_beside_states(options)
+        checkpoints[TARGET] = checkpoints[TARGET].tapped(reads.taps)
     return checkpoints
+
+
+def refuse_beside_states(options: BuildOptions) -> None:
+    """Raises ConfigError for what a draft that reads its target's states cannot have."""
+    if BACKENDS[options.backend].is_compiled:
+        able = " or ".join(name for name, each in BACKENDS.items() if not each.is_compiled)
+        raise ConfigError(f"{options.draft} reads its target's states, which plans do not return: use --backend {able}")
+    if options.is_calibrated(DRAFT):
+        raise ConfigError(
+            f"--calibration is not for {options.draft}, a head that reads its target's states: build it in int8 "
+            "(--draft-precision int8), or leave --calibration out"
+        )
 
 
 def refuse_draft(target: Checkpoint) -> None:

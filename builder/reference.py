@@ -36,17 +36,27 @@ class Reference:
             for local in {layer.local for layer in self._network.layers}
         }
         embedded = np.asarray(tensor(EMBEDDING_WEIGHT)[rows.tokens], np.float32)
-        self._rows = embedded * np.float32(self._network.embedding_multiplier)
+        self._rows = self._tokens = embedded * np.float32(self._network.embedding_multiplier)
+        if self._network.fusion is not None and rows.states is not None:
+            inputs = self._network.fusion.inputs
+            (fused,) = self._products(self._network.fusion, rows.states[:, :inputs])
+            self._rows = fused + rows.states[:, inputs:]
+        self._taps: list[Array] = []
 
     @np.errstate(all="ignore")
     def layer(self, index: int) -> None:
         """Let the rows [R, hidden_size] pass a layer, whose weights are read and dropped."""
         layer, multiplier = self._network.layers[index], np.float32(self._network.layers[index].residual_multiplier)
-        (attended,) = self._products(layer.output, self._attention(layer, self._normed(layer.input_norm, self._rows)))
-        rows = self._rows + multiplier * self._normed(layer.output_norm, attended)
+        normed = inputs = self._normed(layer.input_norm, self._rows)
+        if layer.token_norm is not None:
+            inputs = np.concatenate((self._normed(layer.token_norm, self._tokens), normed), -1)
+        (attended,) = self._products(layer.output, self._attention(layer, inputs))
+        rows = (normed if layer.norm_first else self._rows) + multiplier * self._normed(layer.output_norm, attended)
         gate, up = self._products(layer.gate_up, self._normed(layer.post_norm, rows))
         (fed,) = self._products(layer.down, (gelu if layer.gelu else silu)(gate) * up)
         self._rows = rows + multiplier * self._normed(layer.down_norm, fed)
+        if index + 1 in self._network.taps:
+            self._taps.append(self._rows)
 
     @np.errstate(all="ignore")
     def scored(self) -> Scored:
@@ -54,7 +64,8 @@ class Reference:
         hidden = self._normed(self._network.norm, self._rows)
         (logits,) = self._products(self._network.head, hidden)
         acceptance = None if self._head is None else accepted(self._head, hidden)
-        return Scored(logits * np.float32(self._network.logits_multiplier), acceptance)
+        states = np.concatenate(self._taps, -1) if self._taps else None
+        return Scored(logits * np.float32(self._network.logits_multiplier), acceptance, states)
 
     def _attention(self, layer: Layer, rows: Array) -> Array:
         """Grouped attention, [R, hidden_size] -> [R, H * D]."""

@@ -3,7 +3,7 @@
 Axes: B = 1. T: rows of the pass, a compiled width. N: sequences that the rows may belong to. S: speculative rows, those
 of the pass included. R: rows whose logits are computed. C: slots of the cache. K: ranked tokens of a row. V: columns of
 logits, one for each token of the vocabulary or each kept token of a trimmed draft. H_kv: key/value heads. D: numbers of
-a head.
+a head. I, O: numbers of a row of states that go in and come out.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ SEQUENCES = Binding("sequences", "int32", ("N", "4"))  # the sequences of the ro
 TREE_MASK = Binding("tree_mask", "bool", ("B", "T", "S"))  # column j is a slot of the speculative rows
 WRITE_INDICES = Binding("write_indices", "int64", ("B",))  # first cache slot of this pass's rows
 OUTPUT_ROWS = Binding("output_rows", "int64", ("R",))  # rows that go through the vocabulary projection
+STATES_IN = Binding("states_in", "float32", ("B", "T", "I"))  # draft that reads states: see LlamaConfig.state_inputs
 
 # The two forms of a graph. ADDITIVE: the host computes a mask over the whole cache, and the cache can grow. It is the
 # fastest form on a CPU. COMPACT: the inputs are the sequences and the tree mask only, and the cache has a fixed size.
@@ -40,6 +41,7 @@ LOGITS = Binding("logits", "float32", ("B", "R", "V"))
 TOP_IDS = Binding("top_ids", "int64", ("B", "R", "K"))  # draft only, most probable first
 TOP_LOGPROBS = Binding("top_logprobs", "float32", ("B", "R", "K"))  # draft only, natural logarithm
 ACCEPTANCE = Binding("acceptance", "float32", ("B", "R"))  # draft with a head: chance that the row's token is accepted
+STATES = Binding("states", "float32", ("B", "T", "O"))  # of every row: see LlamaConfig.state_size
 
 TOP_COLUMNS = 16  # enough for every tree grower: no published tree has more children per node
 MASKED = -1e9  # additive mask of an invisible slot; finite, so that a fully masked padding row stays free of NaN
@@ -74,25 +76,26 @@ def activations(precision: str, form: str) -> str:
     return "fp16" if form == COMPACT else "fp32"
 
 
-def inputs(form: str) -> tuple[Binding, ...]:
-    """Inputs of a graph of this form, without the cache, in order."""
+def inputs(form: str, reads: bool = False) -> tuple[Binding, ...]:
+    """Inputs of a graph of this form, without the cache, in order. reads: whether it takes states."""
     masks = {ADDITIVE: (ATTENTION_MASK,), COMPACT: (SEQUENCES, TREE_MASK)}[form]
-    return (INPUT_IDS, POSITION_IDS, *masks, WRITE_INDICES, OUTPUT_ROWS)
+    return (INPUT_IDS, POSITION_IDS, *masks, WRITE_INDICES, OUTPUT_ROWS, *((STATES_IN,) if reads else ()))
 
 
-def output_names(role: str, acceptance_head: bool = False, form: str = ADDITIVE) -> tuple[str, ...]:
+def output_names(
+    role: str, acceptance_head: bool = False, form: str = ADDITIVE, states: bool = False
+) -> tuple[str, ...]:
     """Names of the outputs of a role's graph, without the cache. The graph of a draft ranks the tokens of each row. So
     does the graph of a target on a device: at temperature 0 its logits then need not leave the device. Only a draft can
-    have an acceptance head."""
-    if role == TARGET and form == ADDITIVE:
-        return (LOGITS.name,)
-    ranked = (LOGITS.name, TOP_IDS.name, TOP_LOGPROBS.name)
-    return (*ranked, ACCEPTANCE.name) if acceptance_head else ranked
+    have an acceptance head. states: whether it returns states."""
+    ranked = () if role == TARGET and form == ADDITIVE else (TOP_IDS.name, TOP_LOGPROBS.name)
+    headed = (ACCEPTANCE.name,) if acceptance_head else ()
+    return (LOGITS.name, *ranked, *headed, *((STATES.name,) if states else ()))
 
 
 def outputs(names: Sequence[str]) -> tuple[Binding, ...]:
     """The outputs of these names. The logits, by far the largest, come last."""
-    return tuple(item for item in (ACCEPTANCE, TOP_IDS, TOP_LOGPROBS, LOGITS) if item.name in names)
+    return tuple(item for item in (STATES, ACCEPTANCE, TOP_IDS, TOP_LOGPROBS, LOGITS) if item.name in names)
 
 
 def top_columns(num_logits: int) -> int:

@@ -10,8 +10,23 @@ from .families import Variant, family_of
 from .fields import MOST, Settings, optional_int, positive_int, positive_number, switch, token_ids
 from .rope_scaling import LONGROPE, RopeScaling, read_rope_scaling, read_theta, scaled_context
 
-NEWER = ("variant", "draft_vocab_size", "draft_context")  # fields that older releases do not know
+NEWER = ("variant", "draft_vocab_size", "draft_context", "taps", "reads")  # fields that older releases do not know
 MIN_DRAFT_CONTEXT = 16  # tokens
+MOST_TAPS = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """How a draft reads the states of its target, as EAGLE-3 does (arXiv 2503.01840)."""
+
+    taps: tuple[int, ...]  # the target's rows after so many of its layers
+    size: int  # the target's hidden_size
+    norm_first: bool = False  # whether the first layer adds to its normed input instead of to its input
+
+    @property
+    def inputs(self) -> int:
+        """Numbers of a row of the target's states."""
+        return len(self.taps) * self.size
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +52,18 @@ class LlamaConfig:
     variant: Variant = field(default_factory=Variant)
     draft_vocab_size: int | None = None  # tokens that a trimmed draft predicts, of all that it reads; None: all
     draft_context: int | None = None  # last tokens of a text that a draft reads, which learned from short ones
+    taps: tuple[int, ...] = ()  # rows after so many layers, which the engine returns for a draft that reads them
+    reads: Reading | None = None  # of a draft that reads its target's states
+
+    @property
+    def state_size(self) -> int:
+        """Numbers of a row of the states that the engine returns: a target's taps, or a draft's own last row."""
+        return (len(self.taps) + (self.reads is not None)) * self.hidden_size
+
+    @property
+    def state_inputs(self) -> int:
+        """Numbers of a row of states that a draft takes: the target's, then its own. Either part may be zeros."""
+        return 0 if self.reads is None else self.reads.inputs + self.hidden_size
 
     @property
     def num_logits(self) -> int:
@@ -138,6 +165,7 @@ class LlamaConfig:
         content = asdict(self)
         content["rope_scaling"] = None if self.rope_scaling is None else stated(self.rope_scaling)
         content["variant"] = stated(self.variant)
+        content["reads"] = None if self.reads is None else asdict(self.reads)
         return {name: value for name, value in content.items() if name not in NEWER or value}
 
 

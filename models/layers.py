@@ -22,7 +22,7 @@ EMBED_TOKENS, LM_HEAD = "model.embed_tokens", "lm_head"  # modules
 EMBEDDING_WEIGHT, HEAD_WEIGHT = f"{EMBED_TOKENS}.weight", f"{LM_HEAD}.weight"
 # GELU with tanh is x * sigmoid(x * (GELU_SLOPE + GELU_CURVE * x * x)).
 GELU_SLOPE, GELU_CURVE = 2 * math.sqrt(2 / math.pi), 2 * math.sqrt(2 / math.pi) * 0.044715
-EMBEDDING, HEAD = "embedding", "head"  # an engine's names of a tensor and of a matrix
+EMBEDDING, HEAD, FUSION = "embedding", "head", "fusion"  # an engine's names of a tensor and of matrices
 
 
 class Norm(NamedTuple):
@@ -72,6 +72,7 @@ class Layer:
     """One decoder layer. Without a norm that may be None, or with a `rotary_size` of 0, those steps are left out.
 
     q, k, v = qkv(input_norm(x))                                               split into heads
+    q, k, v = qkv(token_norm(embedding), input_norm(x))                        with a token_norm, side by side
     a = attention(rope(query_norm(q)), rope(key_norm(k)), v, attention_scale)
     x += residual_multiplier * output_norm(output(a))
     x += residual_multiplier * down_norm(down(silu(gate) * up))                gate, up = gate_up(post_norm(x))
@@ -93,11 +94,13 @@ class Layer:
     down_norm: Norm | None
     gelu: bool  # GELU, of the kind with tanh, in place of SiLU
     residual_multiplier: float
+    token_norm: Norm | None = None  # of the first layer of a draft that reads states
+    norm_first: bool = False  # whether input_norm(x) replaces x, too
 
     @property
     def norms(self) -> tuple[Norm, ...]:
         norms = (self.input_norm, self.post_norm, self.query_norm, self.key_norm, self.output_norm, self.down_norm)
-        return tuple(norm for norm in norms if norm is not None)
+        return tuple(norm for norm in (*norms, self.token_norm) if norm is not None)
 
     @property
     def matrices(self) -> tuple[Matrix, ...]:
@@ -108,7 +111,9 @@ class Layer:
 
 
 class Network(NamedTuple):
-    """A whole model: head(norm(layers(embedding_multiplier * embedding[token]))) * logits_multiplier."""
+    """A whole model: head(norm(layers(embedding_multiplier * embedding[token]))) * logits_multiplier.
+
+    With a fusion the rows that enter the layers are fusion(states of the target) + own state, of which one is zeros."""
 
     embedding: Matrix  # [V, H], whose rows are looked up
     layers: tuple[Layer, ...]
@@ -116,10 +121,13 @@ class Network(NamedTuple):
     head: Matrix  # [V, H], or a row for each token that a trimmed draft predicts; the embedding's tensor when tied
     embedding_multiplier: float
     logits_multiplier: float
+    fusion: Matrix | None  # of a draft that reads states
+    taps: tuple[int, ...]  # rows after so many layers, which are returned side by side
 
     def tensors(self) -> Shapes:
         """Every tensor of the checkpoint once."""
-        return merged((self.embedding, *self.layers, self.norm, self.head))
+        fusion = () if self.fusion is None else (self.fusion,)
+        return merged((self.embedding, *fusion, *self.layers, self.norm, self.head))
 
 
 def merged(parts: Iterable[Norm | Matrix | Layer]) -> Shapes:
@@ -136,9 +144,10 @@ def layer_of(config: LlamaConfig, index: int) -> Layer:
     qkv_bias = config.attention_bias or variant.qkv_bias
     scale, sandwich = variant.attention_multiplier, variant.output_norms
     slides = variant.window is not None and index not in variant.full_layers
+    reads = config.reads if index == 0 else None
     return Layer(
-        input_norm=Norm(f"{name}input_norm", f"{source}input_layernorm", hidden),
-        qkv=Matrix(f"{name}qkv", qkv, hidden, (query, kv, kv), qkv_bias),
+        input_norm=Norm(f"{name}input_norm", f"{source}{'hidden_norm' if reads else 'input_layernorm'}", hidden),
+        qkv=Matrix(f"{name}qkv", qkv, 2 * hidden if reads else hidden, (query, kv, kv), qkv_bias),
         query_norm=Norm(f"{name}query_norm", f"{attention}q_norm", config.head_dim) if variant.qk_norm else None,
         key_norm=Norm(f"{name}key_norm", f"{attention}k_norm", config.head_dim) if variant.qk_norm else None,
         rotary_size=0 if index in variant.layers_without_rope else config.rotary_size,
@@ -157,6 +166,8 @@ def layer_of(config: LlamaConfig, index: int) -> Layer:
         down_norm=Norm(f"{name}down_norm", f"{source}post_feedforward_layernorm", hidden) if sandwich else None,
         gelu=variant.gelu,
         residual_multiplier=variant.residual_multiplier,
+        token_norm=Norm(f"{name}token_norm", f"{source}input_layernorm", hidden) if reads else None,
+        norm_first=reads is not None and reads.norm_first,
     )
 
 
@@ -170,6 +181,8 @@ def network_of(config: LlamaConfig) -> Network:
         head=Matrix(HEAD, (EMBED_TOKENS if config.tie_embeddings else LM_HEAD,), hidden, (config.num_logits,)),
         embedding_multiplier=config.variant.embedding_multiplier,
         logits_multiplier=config.variant.logits_multiplier,
+        fusion=None if config.reads is None else Matrix(FUSION, ("fc",), config.reads.inputs, (hidden,)),
+        taps=config.taps if config.reads is None else (config.num_layers,),
     )
 
 

@@ -23,10 +23,11 @@ from .rope import LOCAL, rope_tables
 
 class LlamaOutput(NamedTuple):
     """logits: [B, R, V] of the model's dtype. hidden: [B, R, hidden_size], the input of the vocabulary projection after
-    the final norm."""
+    the final norm. states: [B, T, state_size], see LlamaConfig; None where it is 0."""
 
     logits: Tensor
     hidden: Tensor
+    states: Tensor | None = None
 
 
 class Rotary(NamedTuple):
@@ -169,24 +170,29 @@ class DecoderLayer(nn.Module):
         self.self_attn = Attention(layer, config)
         self.mlp = MLP(layer)
         self.local, self.multiplier = layer.local, layer.residual_multiplier
+        self.joins, self.norm_first = layer.token_norm is not None, layer.norm_first
         self.norms = [None if norm is None else norm.source.rpartition(".")[2] for norm in norms_of_rows(layer)]
         for name, norm in zip(self.norms, norms_of_rows(layer), strict=True):
             if name is not None:
                 self.add_module(name, norm_of(norm, config))
 
-    def forward(self, rows: Tensor, rotary: Sequence[Rotary], attention: LayerAttention, layer: int) -> Tensor:
-        """rotary: of layers with the model's tables, and with the local ones."""
-        before, behind, before_mlp, behind_mlp = (
+    def forward(
+        self, rows: Tensor, tokens: Tensor, rotary: Sequence[Rotary], attention: LayerAttention, layer: int
+    ) -> Tensor:
+        """rotary: of layers with the model's tables, and with the local ones. tokens: their embeddings."""
+        before, behind, before_mlp, behind_mlp, of_token = (
             nn.Identity() if name is None else self.get_submodule(name) for name in self.norms
         )
-        attended = behind(self.self_attn(before(rows), rotary[self.local], attention, layer))
-        rows = rows + scaled(attended, self.multiplier)
+        normed = before(rows)
+        inputs = torch.cat((of_token(tokens), normed), -1) if self.joins else normed
+        attended = behind(self.self_attn(inputs, rotary[self.local], attention, layer))
+        rows = (normed if self.norm_first else rows) + scaled(attended, self.multiplier)
         return rows + scaled(behind_mlp(self.mlp(before_mlp(rows))), self.multiplier)
 
 
 def norms_of_rows(layer: Layer) -> tuple[Norm | None, ...]:
-    """Before and behind attention, before and behind the MLP."""
-    return layer.input_norm, layer.output_norm, layer.post_norm, layer.down_norm
+    """Before and behind attention, before and behind the MLP, of a token beside a state."""
+    return layer.input_norm, layer.output_norm, layer.post_norm, layer.down_norm, layer.token_norm
 
 
 class Decoder(nn.Module):
@@ -198,14 +204,19 @@ class Decoder(nn.Module):
         (vocabulary,) = network.embedding.outputs
         self.embed_tokens = nn.Embedding(vocabulary, network.embedding.inputs)
         self.layers = nn.ModuleList(DecoderLayer(layer, config) for layer in network.layers)
-        self.norm = norm_of(network.norm, config)
+        self.norm, self.taps = norm_of(network.norm, config), network.taps
 
-    def forward(self, token_ids: Tensor, rotary: Sequence[Rotary], attention: LayerAttention) -> Tensor:
-        """Rows [B, T, hidden_size] before the final norm."""
-        rows = scaled(self.embed_tokens(token_ids), self.multiplier)
+    def forward(
+        self, token_ids: Tensor, rotary: Sequence[Rotary], attention: LayerAttention, fused: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Rows [B, T, hidden_size] before the final norm, and the states. fused: the rows of a draft that reads states,
+        in place of the embeddings, which enter its first layer beside them."""
+        tokens = scaled(self.embed_tokens(token_ids), self.multiplier)
+        rows, taps = tokens if fused is None else fused, list[Tensor]()
         for index, layer in enumerate(self.layers):
-            rows = layer(rows, rotary, attention, index)
-        return rows
+            rows = layer(rows, tokens, rotary, attention, index)
+            taps += [rows] if index + 1 in self.taps else []
+        return rows, torch.cat(taps, -1) if taps else None
 
 
 class Llama(nn.Module):
@@ -221,14 +232,24 @@ class Llama(nn.Module):
         self.model = Decoder(network, config)
         # A checkpoint with tied embeddings contains no lm_head, and neither does this model.
         self.lm_head = None if config.tie_embeddings else linears(network.head)[0]
+        self.fc = None if network.fusion is None else linears(network.fusion)[0]
         # Cosine and sine, of layers with the model's tables, and with the local ones.
         tables = torch.stack([torch.from_numpy(np.stack(rope_tables(config, positions, local))) for local in LOCAL])
         self.register_buffer("rope", tables, persistent=False)
 
-    def full(self, token_ids: Tensor) -> LlamaOutput:
-        """Read whole sequences, int64 [B, T], causally; every row is scored. Differentiable."""
+    def full(self, token_ids: Tensor, states: Tensor | None = None) -> LlamaOutput:
+        """Read whole sequences, int64 [B, T], causally; every row is scored. Differentiable. states: see `forward`."""
         positions = torch.arange(token_ids.shape[1], device=token_ids.device)[None]
-        return self.score(self.model(token_ids, self.rotary(positions), causal))
+        rows, states = self.model(token_ids, self.rotary(positions), causal, self.fused(states))
+        return self.score(rows, states)
+
+    def fused(self, states: Tensor | None) -> Tensor | None:
+        """The rows that enter the layers of a draft that reads states, see Network."""
+        if self.fc is None or states is None:
+            return None
+        given, own = states.tensor_split((self.fc.in_features,), -1)
+        rows: Tensor = self.fc(given) + own
+        return rows
 
     def forward(
         self,
@@ -238,23 +259,25 @@ class Llama(nn.Module):
         cache: Tensor,
         write_index: int,
         output_rows: Tensor,
+        states: Tensor | None = None,
     ) -> LlamaOutput:
         """Score T rows, which attend to the cache and to each other through `mask`, and append them to the cache.
 
         token_ids, position_ids: int64 [B, T]. mask: [B or 1, 1, T, write_index + T], added to the attention scores:
         0 for visible slots, `bindings.MASKED` for others. cache: [2 * layers, B, H_kv, C, D], first the keys and then
         the values of each layer; slots `write_index` to `write_index + T` are overwritten. output_rows: int64 [R], the
-        rows to score.
+        rows to score. states: [B, T, state_inputs], of a draft that reads states.
         """
-        rows = self.model(token_ids, self.rotary(position_ids), GrowingCache(cache, write_index, mask))
-        return self.score(rows[:, output_rows])
+        attention = GrowingCache(cache, write_index, mask)
+        rows, states = self.model(token_ids, self.rotary(position_ids), attention, self.fused(states))
+        return self.score(rows[:, output_rows], states)
 
     def rotary(self, position_ids: Tensor) -> list[Rotary]:
         dtype = self.model.embed_tokens.weight.dtype  # cast once, not in every layer
         return [Rotary._make(table[position_ids].unsqueeze(1).to(dtype) for table in tables) for tables in self.rope]
 
-    def score(self, rows: Tensor) -> LlamaOutput:
-        """Final norm and vocabulary projection."""
+    def score(self, rows: Tensor, states: Tensor | None = None) -> LlamaOutput:
+        """Final norm and vocabulary projection. states: of the output."""
         hidden: Tensor = self.model.norm(rows)
         head = self.model.embed_tokens if self.lm_head is None else self.lm_head
-        return LlamaOutput(scaled(functional.linear(hidden, head.weight), self.multiplier), hidden)
+        return LlamaOutput(scaled(functional.linear(hidden, head.weight), self.multiplier), hidden, states)

@@ -28,9 +28,9 @@ from .decoding.scheduler import MAX_TURNS, Scheduler
 from .decoding.stats import SpecDecodeStats
 from .engines.backends import describe_backend, slot_bytes
 from .engines.base import Engine
-from .engines.shared.memory import CacheBudget, cache_budget, check_text_memory
+from .engines.shared.memory import CacheBudget, cache_budget
 from .engines.shared.pool import PooledEngine, pools_over
-from .prompt import PromptType, check_prompt, is_batch, plain_prompt, too_long_error
+from .prompt import PromptType, check_prompt, encode_text, is_batch, plain_prompt
 from .sampling.params import SamplingParams
 from .sampling.random import seeded_streams
 from .sampling.sampler import Sampler
@@ -43,6 +43,7 @@ from .speculation.planning.history import History
 from .structured.grammars import Grammars, Prepared
 from .text.chat_prompt import write_conversation
 from .text.conversation import ASKED, ChatSettings, Conversation, is_conversations
+from .text.infill import Infill, Infilling
 from .text.reasoning import Reasoning
 from .text.result import RequestOutput
 from .text.tokenizer import Tokenizer, token_sequences, token_texts
@@ -94,8 +95,8 @@ class LLM:
             drafts = None if self.draft is None else self.draft.spec
             self._costs = measured or assumed_costs(self.target.spec, drafts, provider)
         self._history = History(None if self._costs is None else Drift(self._costs))
-        vocab_size = self.target.spec.model.vocab_size
-        self.grammars = Grammars(self.tokenizer, vocab_size, self.bundle.manifest.eos_token_ids)
+        eos = self.bundle.manifest.eos_token_ids
+        self.grammars = Grammars(self.tokenizer, self.target.spec.model.vocab_size, eos)
         self._idle: deque[Scheduler[StreamChunk]] = deque()  # of ended streams
         self.request_numbers = count()
 
@@ -225,7 +226,7 @@ class LLM:
         continuing = (add_generation_prompt, continue_final_message)
         settings = ChatSettings(*continuing, template_kwargs=chat_template_kwargs or {}, tools=tools or ())
         texts = [self.write_chat(each, settings=settings) for each in given]
-        encoded = [self.encode_written(text) for text in texts]
+        encoded = list(map(self.encode_written, texts))
         return complete(self, texts, encoded, sampling_params, use_tqdm, speculative=speculative)
 
     def get_default_sampling_params(self) -> SamplingParams:
@@ -242,7 +243,7 @@ class LLM:
 
     def encode_written(self, conversation: str, given_up: Event | None = None) -> list[int]:
         """Encode the output of `write_chat`. It already contains the special tokens. given_up: see `write_chat`."""
-        return self._encode(conversation, given_up, add_special_tokens=False)
+        return check_prompt(self._tokens(conversation, given_up), self.bundle)
 
     @property
     def is_pooled(self) -> bool:
@@ -309,12 +310,8 @@ class LLM:
 
     def close(self) -> None:
         """Close the engines, and end the processes of chat template and grammars."""
-        self.tokenizer.close()
-        self.grammars.close()
-        for scheduler in self._idle:
-            scheduler.close()
-        for engine in self._engines:
-            engine.close()
+        for each in (self.tokenizer, self.grammars, *self._idle, *self._engines):
+            each.close()
 
     def __enter__(self) -> LLM:
         return self
@@ -325,20 +322,21 @@ class LLM:
     def encode(self, prompt: PromptType, given_up: Event | None = None) -> list[int]:
         """The tokens of a prompt. given_up: see `write_chat`. Raises RequestError like `generate`."""
         plain = plain_prompt(prompt)
-        return self._encode(plain, given_up) if isinstance(plain, str) else check_prompt(plain, self.bundle)
+        tokens = self._tokens(plain, given_up, add_special_tokens=True) if isinstance(plain, str) else plain
+        return check_prompt(tokens, self.bundle)
+
+    def encode_infill(self, infill: Infill, given_up: Event | None = None) -> list[int]:
+        """The prompt for the text between a prefix and a suffix. given_up: see `write_chat`. Raises RequestError."""
+        tokens = Infilling(self.tokenizer).encode(infill, lambda text: self._tokens(text, given_up))
+        return check_prompt(tokens, self.bundle)
 
     @cached_property
     def token_text(self) -> Callable[[int], str]:
         """The text of a token, see `token_texts`."""
         return token_texts(self.tokenizer)
 
-    def _encode(self, text: str, given_up: Event | None = None, add_special_tokens: bool = True) -> list[int]:
-        """The tokens of a text. A text whose length alone shows that it cannot fit is refused without encoding."""
-        limit = self.bundle.manifest.max_length
-        if len(text) >= limit and (least := self.tokenizer.fewest_tokens(text)) >= limit:
-            raise too_long_error(f"at least {least}", limit)
-        check_text_memory(text)
-        return check_prompt(self.tokenizer.encode(text, add_special_tokens, given_up), self.bundle)
+    def _tokens(self, text: str, given_up: Event | None = None, add_special_tokens: bool = False) -> list[int]:
+        return encode_text(self.tokenizer, text, self.bundle.manifest.max_length, add_special_tokens, given_up)
 
     def _run(self, scheduler: Scheduler[StreamChunk], request: Request[StreamChunk]) -> Iterator[StreamChunk]:
         """The chunks of a request alone. Its scheduler then serves the next stream."""

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence, Sized
+from threading import Event
 from typing import Any, TypedDict, TypeGuard
 
 from ..models.bindings import TARGET
 from ..models.errors import RequestError, shown
 from .bundle.bundle import EngineBundle
+from .engines.shared.memory import check_text_memory
 from .sampling.params import token_id
+from .text.tokenizer import Tokenizer
 
 
 class TextPrompt(TypedDict):
@@ -63,6 +66,16 @@ def listed(token_ids: object) -> list[Any] | None:
 def is_batch(prompts: object) -> TypeGuard[Sequence[PromptType]]:
     """Whether the argument is a list of prompts: its items have a length, unlike token ids. An empty list is one."""
     return isinstance(prompts, (list, tuple)) and all(isinstance(item, Sized) for item in prompts)
+
+
+def encode_text(
+    tokenizer: Tokenizer, text: str, limit: int, add_special_tokens: bool, given_up: Event | None
+) -> list[int]:
+    """The tokens of a text. One whose length alone shows that it has `limit` tokens or more is refused unread."""
+    if len(text) >= limit and (least := tokenizer.fewest_tokens(text)) >= limit:
+        raise too_long_error(f"at least {least}", limit)
+    check_text_memory(text)
+    return tokenizer.encode(text, add_special_tokens, given_up)
 
 
 def check_prompt(tokens: Sequence[int], bundle: EngineBundle) -> list[int]:

@@ -5,17 +5,20 @@
 All figures are counts of tokens and passes, which do not depend on the load of the machine. The modelled speed-up is
 tokens / (target passes + c * draft passes), where c is the cost of a draft pass in target passes. The papers give
 c = 0.2 for the pair of SpecDec++, 0.02 for a draft of 68M and a target of 7B, and 0.005 for a draft of 7B and an
-offloaded target of 70B. A pass counts as one whatever its width, as in the papers.
+offloaded target of 70B. A pass counts as one whatever its width, as in the papers. "measured" in place of c takes the
+seconds of passes of these widths from the cost table beside the bundle.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 from rich.progress import track
 from scipy.stats import bootstrap
 
@@ -23,6 +26,7 @@ from benchmarks.tools.record import add_output, make_parser, write_results
 from draftwood.cli.bench import add_chat, encode_prompts, read_prompts
 from draftwood.models.bindings import DRAFT, TARGET
 from draftwood.runtime.bundle.bundle import EngineBundle
+from draftwood.runtime.bundle.costs import read_costs
 from draftwood.runtime.decoding.decoder import SpeculativeDecoder
 from draftwood.runtime.decoding.round import Outcome
 from draftwood.runtime.decoding.state import RequestState
@@ -33,6 +37,7 @@ from draftwood.runtime.sampling.random import seeded_streams
 from draftwood.runtime.sampling.sampler import Sampler
 from draftwood.runtime.speculation.config import SpeculativeConfig
 from draftwood.runtime.speculation.growers.baseline import sequoia
+from draftwood.runtime.speculation.planning.cost import CostModel
 from draftwood.runtime.text.tokenizer import Tokenizer
 
 TEMPERATURES = (0.0, 0.6, 1.0)
@@ -43,7 +48,8 @@ WIDTH = 8
 RANKS = 8  # children of a node; Sequoia's tree is computed from the acceptance of each
 RESAMPLES = 1000
 COUNTS = (
-    "num_tokens", "target_passes", "draft_passes", "draft_rows", "num_draft_tokens", "num_accepted_tokens"
+    "num_tokens", "target_passes", "draft_passes", "draft_rows", "num_draft_tokens", "num_accepted_tokens",
+    "num_merged_tokens"
 )  # fmt: skip
 
 
@@ -128,10 +134,11 @@ def make_configurations(budget: int, acceptance: Sequence[float], head: bool) ->
     return found
 
 
-def summarise(texts: Sequence[SpecDecodeStats]) -> dict[str, Any]:
-    """Rates over all prompts, with a 95 % bootstrap interval over prompts for the tokens per target pass."""
+def summarise(texts: Sequence[SpecDecodeStats], kinds: Sequence[str], costs: CostModel | None) -> dict[str, Any]:
+    """Rates over all prompts, with a 95 % bootstrap interval over prompts for the tokens per target pass. kinds: of the
+    prompts. costs: None if nothing was measured."""
     table = np.array([[getattr(stats, name) for name in COUNTS] for stats in texts], np.float64)
-    tokens, target, draft, drafted, proposed, accepted = table.sum(0)
+    tokens, target, draft, drafted, proposed, accepted, merged = table.sum(0)
     low = high = tokens / target
     if len(table) > 1:  # one prompt says nothing about others
         low, high = bootstrap(
@@ -149,36 +156,59 @@ def summarise(texts: Sequence[SpecDecodeStats]) -> dict[str, Any]:
         "draft_tokens_per_round": round(drafted / target, 3),
         "discard_rate": round((proposed - accepted) / max(1.0, tokens), 3),
         "verification_rate": round(target / tokens, 3),
-        "modelled_speed_up": {str(c): round(tokens / (target + c * draft), 3) for c in RATIOS},
+        "merged_share": round(merged / max(1.0, proposed), 3),
+        "modelled_speed_up": {str(c): round(tokens / (target + c * draft), 3) for c in RATIOS}
+        | ({} if costs is None else {"measured": round(speed_up(table.sum(0), costs), 3)}),
+        "tokens_per_target_pass_by_kind": {
+            kind: round(float(np.divide(*table[np.array(kinds) == kind][:, :2].sum(0))), 3)
+            for kind in dict.fromkeys(kinds)
+        },
     }
+
+
+def speed_up(counts: NDArray[np.float64], costs: CostModel) -> float:
+    """Over plain decoding, where every pass has the mean width. counts: in the order of COUNTS."""
+    tokens, target, draft, drafted, proposed, _, _ = counts
+    assert costs.draft is not None
+    target_rows, draft_rows = np.array([1, 1 + proposed / target]), np.array([drafted / max(1.0, draft)])
+    plain, verified = np.interp(target_rows, costs.target.widths, costs.target.seconds[0])
+    drafting = float(np.interp(draft_rows, costs.draft.widths, costs.draft.seconds[0])[0])
+    return float(tokens * plain / (target * verified + draft * drafting))
 
 
 def main() -> None:
     parser = make_parser(__doc__)
     parser.add_argument("bundle", type=Path)
-    parser.add_argument("--prompts", type=Path, required=True)
+    parser.add_argument("--prompts", type=Path, required=True, help="JSON lines with a prompt and, if wanted, its kind")
     add_chat(parser)
     parser.add_argument("--limit", type=int, default=32)
     parser.add_argument("--max-tokens", type=int, default=96)
     parser.add_argument("--budgets", type=int, nargs="*", default=list(BUDGETS))
+    parser.add_argument("--temperatures", type=float, nargs="*", default=list(TEMPERATURES))
+    parser.add_argument("--methods", nargs="*", help="beginnings of the names of those wanted (default: all)")
     add_output(parser, "papers_methods")
     args = parser.parse_args()
     bundle = EngineBundle.open(args.bundle)
     tokenizer = Tokenizer.load(bundle.folder)
     prompts = encode_prompts(tokenizer, read_prompts(args.prompts)[: args.limit], args.chat)
     prompts = [prompt if args.chat else prompt[-200:] for prompt in prompts]
+    lines = args.prompts.read_text(encoding="utf-8").splitlines()[: args.limit]
+    kinds = [json.loads(line).get("kind", "all") for line in lines]
+    costs = read_costs(bundle.folder)
     bench = PairBenchmark(bundle, prompts, args.max_tokens)
     head = "acceptance" in bundle.manifest.engines[DRAFT].outputs
     results: dict[str, Any] = {}
     figures = {"prompts": args.prompts.name, "number_of_prompts": len(prompts), "max_tokens": args.max_tokens}
-    for temperature in TEMPERATURES:
+    for temperature in args.temperatures:
         acceptance = bench.acceptance_by_rank(temperature)
         for budget in args.budgets:
             rows = {}
             configs = make_configurations(budget, acceptance, head)
+            if args.methods:
+                configs = {name: each for name, each in configs.items() if name.startswith(tuple(args.methods))}
             label = f"temperature {temperature}, {budget} tokens"
             for name, config in track(configs.items(), label, transient=True):
-                rows[name] = summarise(bench.run(config, temperature))
+                rows[name] = summarise(bench.run(config, temperature), kinds, costs)
             results[label] = rows
             for name, row in rows.items():
                 print(f"{label}, {name}: {row}")

@@ -45,6 +45,8 @@ class Turn(NamedTuple):
     answers: Batch
     # Processor seconds per second that everything else on the machine used meanwhile.
     others: float
+    # Bytes that the server's processes occupied after it.
+    memory: int
 
     @property
     def seconds_per_token(self) -> float:
@@ -152,7 +154,7 @@ class Comparison:
         own, everyone = server.processor_seconds() - own, read_busy_seconds() - everyone
         others = max(0.0, everyone - own) / (perf_counter() - start)
         sleep(entry.program.rest)
-        return Turn(entry, repeat, number, kind_of(batch), answers, others)
+        return Turn(entry, repeat, number, kind_of(batch), answers, others, server.memory())
 
     def log_of(self, program: Program) -> Path:
         return self._logs / f"{program.key.replace('/', '-')}.txt"

@@ -15,7 +15,17 @@ from benchmarks.tools.listing import Line, make_markdown, ratio
 OURS = "draftwood"
 ALL = "all"
 SAMPLES, INTERVAL = 2000, (2.5, 97.5)  # of the bootstrap; per cent
-COLUMNS = ("tokens/s", "first token ms", "× own plain", "× best other", "tokens per pass", "as plain", "KL", "others")
+COLUMNS = (
+    "tokens/s",
+    "first token ms",
+    "× own plain",
+    "× best other",
+    "tokens per pass",
+    "as plain",
+    "KL",
+    "others",
+    "MiB",
+)
 
 
 class Ratio(NamedTuple):
@@ -48,6 +58,8 @@ class Row(NamedTuple):
     same_as_plain: float
     # Processor seconds per second of everything else on the machine, median.
     others: float
+    # Greatest of the server, 2**20 bytes.
+    memory_mib: int
 
     @property
     def ours(self) -> bool:
@@ -88,6 +100,7 @@ def make_rows(kind: str, turns: Sequence[Turn]) -> list[Row]:
                 count_tokens_per_pass(own),
                 share_of_same_texts(own, plain),
                 median(turn.others for turn in own),
+                max(turn.memory for turn in own) >> 20,
             )
         )
     return rows
@@ -138,6 +151,7 @@ def to_markdown(rows: Sequence[Row], divergences: dict[str, float | None]) -> st
             f"{row.same_as_plain:.0%}",
             "" if (found := divergences.get(f"{row.program}/{row.precision}")) is None else f"{found:.4f}",
             f"{row.others:.1f}",
+            str(row.memory_mib),
         ]
         line = Line(f"{row.program}/{row.precision}", row.setting, cells, row.ours)
         groups.setdefault(row.kind, []).append(line)

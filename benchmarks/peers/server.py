@@ -15,7 +15,7 @@ from time import monotonic, sleep
 from types import TracebackType
 from urllib.request import urlopen
 
-from benchmarks.tools.processor import read_tree_seconds
+from benchmarks.tools.processor import read_tree_memory, read_tree_seconds
 
 SECONDS_TO_LOAD, SECONDS_TO_END = 600, 30
 
@@ -73,6 +73,10 @@ class Server:
     def processor_seconds(self) -> float:
         """Of all its processes so far."""
         return read_tree_seconds(self._process.pid)
+
+    def memory(self) -> int:
+        """Bytes that all its processes occupy now."""
+        return read_tree_memory(self._process.pid)
 
     def close(self) -> None:
         if self._process.poll() is None:

@@ -1,4 +1,4 @@
-"""Processor time of this machine and of its processes, from /proc."""
+"""Processor time and memory of this machine's processes, from /proc."""
 
 from __future__ import annotations
 
@@ -28,6 +28,15 @@ def read_process_seconds(pid: int) -> float:
     except OSError:
         return 0.0
     return sum(map(int, fields[11:13])) / os.sysconf("SC_CLK_TCK")
+
+
+def read_tree_memory(pid: int) -> int:
+    """Bytes that a process and its descendants occupy now, mapped files included."""
+    try:
+        pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
+    except (OSError, IndexError):
+        pages = 0
+    return pages * os.sysconf("SC_PAGE_SIZE") + sum(map(read_tree_memory, find_children(pid)))
 
 
 def find_children(pid: int) -> list[int]:

@@ -20,9 +20,10 @@ from ...runtime.bundle.defaults import known, params_from
 from ...runtime.text.tokenizer import Tokenizer
 from ..parallel import in_parts
 from ..tokenizer import check_rows, check_same_vocabulary
-from .folder import HuggingFaceFolder
+from .eagle import EagleHead, is_head
+from .folder import CONFIG, HuggingFaceFolder
 from .lora import Merged
-from .source import Blocks, ModelFiles, TensorSource, stored_blocks
+from .source import Blocks, ModelFiles, Stored, TensorSource, read_json, stored_blocks
 from .views import BY_TOKEN, check_tied, cut, read_kept_tokens, split, trimmed
 
 
@@ -30,16 +31,19 @@ class Checkpoint:
     """A checkpoint in any format. Opening it reads headers, and of a tied model a vocabulary projection that it stores
     nevertheless. `tensor` reads one tensor and keeps none in memory."""
 
-    def __init__(self, path: Path, lora: Path | None = None) -> None:
+    def __init__(self, path: Path, lora: Path | None = None, target: Checkpoint | None = None) -> None:
         """path: a Hugging Face folder or a GGUF file. lora: the folder of an adapter, which is merged into the tensors.
+        target: of a draft, which may be a head that reads its states.
 
         Raises CheckpointError when anything that the model needs is missing, damaged or of the wrong shape."""
         self.path = path
-        self._files = files_at(path)
+        self._files = files_at(path, target)
         self.config = self._files.config
         self.notes = self._files.notes  # sentences that a build shows to its user
         self._source: TensorSource = self._files.tensors
         self.kept_tokens: NDArray[np.int64] | None = None  # [N], ascending: those that a trimmed draft predicts
+        if lora is not None and self.config.reads is not None:
+            raise CheckpointError(f"{lora} is an adapter of a whole model, and {path} a head: leave --draft-lora out")
         if lora is not None:
             merged = Merged(self._source, lora, self.config.tie_embeddings)
             self._source, self.notes = merged, (*self.notes, *merged.notes)
@@ -81,6 +85,16 @@ class Checkpoint:
         self._source = trimmed(self._source, tokens, self.config.tie_embeddings)
         self.config = replace(self.config, draft_vocab_size=len(tokens), tie_embeddings=False)
         self.kept_tokens = tokens
+
+    def tapped(self, taps: tuple[int, ...]) -> Checkpoint:
+        """The same checkpoint, which shows its rows after so many layers."""
+        result = copy(self)
+        result.config = replace(self.config, taps=taps)
+        return result
+
+    def stored(self, name: str) -> Stored | None:
+        """See TensorSource.stored."""
+        return self._source.stored(name)
 
     def blocks(self, name: str) -> Blocks | None:
         """The codes, scales and offsets of a matrix that the file stores in blocks; None for any other tensor. Raises
@@ -169,10 +183,15 @@ def check_same_tokens(target: Checkpoint, draft: Checkpoint) -> None:
         check_same_vocabulary(ours, theirs)
 
 
-def files_at(path: Path) -> ModelFiles:
-    """Open a path in the format that it has. Raises CheckpointError."""
+def files_at(path: Path, target: Checkpoint | None = None) -> ModelFiles:
+    """Open a path in the format that it has. target: see Checkpoint. Raises CheckpointError."""
     if path.is_dir():
-        return HuggingFaceFolder(path)
+        content = read_json(path / CONFIG)
+        if not is_head(content, path):
+            return HuggingFaceFolder(path)
+        if target is None:
+            raise CheckpointError(f"{path} is an EAGLE-3 head, a part of a draft: give it as --draft beside its target")
+        return EagleHead(path, content, target)
     if path.suffix.lower() == ".gguf":
         from .gguf.file import GgufFile  # imported only here: it needs the gguf package
 

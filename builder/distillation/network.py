@@ -80,7 +80,7 @@ class DraftNetwork(torch.nn.Module):
             return functional.scaled_dot_product_attention(query, keys, values, added, scale=scale, enable_gqa=grouped)
 
         positions = torch.arange(batch.tokens.shape[1], device=batch.tokens.device)[None]
-        rows = self.llama.model(batch.tokens, self.llama.rotary(positions), attention)
+        rows, _ = self.llama.model(batch.tokens, self.llama.rotary(positions), attention)
         hidden: Tensor = self.llama.model.norm(rows[batch.scored])
         return hidden
 

@@ -75,24 +75,34 @@ class GraphBuilder(GraphWriter):
         self.precision = bindings.activations(precision, form)
         config = self.config
         axes = {"1": 1, "4": 4, "H_kv": config.num_kv_heads, "D": config.head_dim, "V": config.num_logits}
-        axes["K"] = bindings.top_columns(config.num_logits)
+        axes |= {"K": bindings.top_columns(config.num_logits), "I": config.state_inputs, "O": config.state_size}
         fixed = axes if form == bindings.ADDITIVE else axes | {"B": 1, "N": max_batch, "C": self.capacity}
         super().__init__(bindings.DTYPES[self.precision], fixed)
 
     def build(self, role: str) -> ir.Model:
         """The whole graph; inputs and outputs as `models/bindings.py` names them."""
         network = self.network
-        feeds = {item.name: self.input(item) for item in bindings.inputs(self.form)}
+        inputs = bindings.inputs(self.form, network.fusion is not None)
+        feeds = {item.name: self.input(item) for item in inputs}
         caches: list[ir.Value] = []
         presents: list[ir.Value] = []
         hidden = self.node("Gather", "embed_tokens", [self.stored(network.embedding), feeds["input_ids"]], axis=0)
-        hidden = self.scaled("embed_tokens/scaled", hidden, network.embedding_multiplier)
+        tokens = hidden = self.scaled("embed_tokens/scaled", hidden, network.embedding_multiplier)
+        if network.fusion is not None:
+            hidden = self.fused(network.fusion, feeds[bindings.STATES_IN.name])
         feeds |= self.masks(feeds)
+        taps: list[ir.Value] = []
         for index, layer in enumerate(network.layers):
             past = [self.cache_input(bindings.past(kind, index), bindings.CACHE_SHAPE) for kind in bindings.KINDS]
-            attended, present = self.attention(index, layer, hidden, past, feeds)
-            hidden = self.node("Add", f"layers.{index}/attention_residual", [hidden, attended])
+            normed = joined = self.norm(f"layers.{index}/input_norm", layer.input_norm, hidden)
+            if layer.token_norm is not None:
+                normed_tokens = self.norm(f"layers.{index}/token_norm", layer.token_norm, tokens)
+                joined = self.node("Concat", f"layers.{index}/joined", [normed_tokens, normed], axis=-1)
+            attended, present = self.attention(index, layer, joined, past, feeds)
+            before = normed if layer.norm_first else hidden
+            hidden = self.node("Add", f"layers.{index}/attention_residual", [before, attended])
             hidden = self.node("Add", f"layers.{index}/mlp_residual", [hidden, self.mlp(index, layer, hidden)])
+            taps += [hidden] if index + 1 in network.taps else []
             caches += past
             presents += present
         # Only the requested rows go through the vocabulary projection, which is often the largest matrix.
@@ -105,8 +115,11 @@ class GraphBuilder(GraphWriter):
             outputs += self.ranking(logits)
         if self.head is not None:
             outputs.append(self.acceptance(self.head, hidden))
+        if taps:  # never the very value of a layer, which has a name of its own
+            shown = self.node("Concat", "states/rows", taps, axis=-1)
+            outputs.append(self.output(self.widened("states/fp32", shown), bindings.STATES))
         graph = ir.Graph(
-            [*(feeds[item.name] for item in bindings.inputs(self.form)), *caches],
+            [*(feeds[item.name] for item in inputs), *caches],
             [*outputs, *presents],
             nodes=self.nodes,
             initializers=list(self.initializers.values()),
@@ -123,13 +136,12 @@ class GraphBuilder(GraphWriter):
         self,
         index: int,
         layer: Layer,
-        hidden: ir.Value,
+        normed: ir.Value,
         past: Sequence[ir.Value],
         feeds: dict[str, ir.Value],
     ) -> tuple[ir.Value, list[ir.Value]]:
-        """Tree attention over the cache; returns its output [B, T, hidden] and the two cache outputs."""
+        """Tree attention of normed rows over the cache; returns its output [B, T, hidden] and the two cache outputs."""
         config, scope = self.config, f"layers.{index}/attention"
-        normed = self.norm(f"layers.{index}/input_norm", layer.input_norm, hidden)
         merged = self.linear(f"{scope}/qkv_proj", normed, layer.qkv)
         heads = np.array(layer.qkv.outputs) // config.head_dim
         query, key, value = (
@@ -154,6 +166,14 @@ class GraphBuilder(GraphWriter):
         output = self.linear(f"{scope}/o_proj", attended, layer.output)
         output = self.norm(f"layers.{index}/output_norm", layer.output_norm, output)
         return self.scaled(f"{scope}/scaled", output, layer.residual_multiplier), present
+
+    def fused(self, fusion: Matrix, states: ir.Value) -> ir.Value:
+        """The rows that enter the layers of a draft that reads states, see Network."""
+        sizes = self.constant("states_in/sizes", np.array([fusion.inputs, *fusion.outputs]))
+        if self.dtype != ir.DataType.FLOAT:
+            states = self.node("Cast", "states_in/cast", [states], to=self.dtype)
+        given, own = self.nodes_out("Split", "states_in/split", [states, sizes], 2, axis=2)
+        return self.node("Add", "fc/added", [self.linear("fc", given, fusion), own])
 
     def rotated(self, name: str, layer: Layer, heads: ir.Value, positions: ir.Value) -> ir.Value:
         """RoPE on the first numbers of each head. The operator takes 0 for all of them."""

@@ -56,7 +56,9 @@ def engine_spec(source: Source, options: BuildOptions, max_length: int) -> Engin
         widths=options.widths_of(source.role),
         capacity=max_length + options.columns,
         precision=source.precision,
-        outputs=output_names(source.role, source.head is not None, backend.form),
+        outputs=output_names(
+            source.role, source.head is not None, backend.form, source.checkpoint.config.state_size > 0
+        ),
         max_batch=options.max_batch,
         prompt_widths=options.prompt_widths_of(source.role),
         cache_precision=options.cache_precision_of(source.role, source.precision),

@@ -76,6 +76,8 @@ class Packer:
         for local in tables_of(network):
             tables = zip(ROPE[local], rope_tables(self.config, self.positions, local), strict=True)
             contents |= {name: partial(np.copy, table) for name, table in tables}
+        if network.fusion is not None:
+            contents |= self.matrix(network.fusion)
         for layer in network.layers:
             contents |= {norm.name: self.vector([norm.weight]) for norm in layer.norms}
             for matrix in layer.matrices:

@@ -59,7 +59,9 @@ def train_head(options: HeadTraining, prompts: Sequence[str], begin: Begin) -> H
     advance = begin(Step("Reading checkpoints", 2))
     checkpoints: dict[str, Checkpoint] = {}
     for role, folder in ((TARGET, options.target), (DRAFT, options.draft)):
-        checkpoints[role] = Checkpoint(folder)
+        checkpoints[role] = Checkpoint(folder, None, checkpoints.get(TARGET))
+        if checkpoints[role].config.reads is not None:
+            raise CheckpointError(f"{folder} reads its target's states: no acceptance head can be trained for it")
         advance()
     refuse_draft(checkpoints[TARGET])
     tokenizer = shared_tokenizer(checkpoints)

@@ -68,7 +68,7 @@ def calibrate(
             for matrix in network.layers[index].matrices:
                 for source, name in zip(matrix.sources, matrix.weights, strict=True):
                     rounding.watch(layer.get_submodule(source.removeprefix(f"model.layers.{index}.")), name)
-            rows = layer(rows, rotary, causal, index)
+            rows = layer(rows, rows, rotary, causal, index)
             advance()
     return rounding.results
 

@@ -17,7 +17,7 @@ from .packing import GROUPS, PANEL
 from .processor import KernelError, available
 from .residual import Offers, Row, bind_residual
 
-INTERFACE = 16  # what these structures say, as kernels/engine.h has it: one more with every change of either
+INTERFACE = 17  # what these structures say, as kernels/engine.h has it: one more with every change of either
 FORMATS = ("fp32", "fp16", "bf16", "int8", "int6", "int5", "int4")  # `enum format`, by precision
 NO_MEMORY = 1
 REFUSALS = {  # of draftwood_forward
@@ -27,6 +27,7 @@ REFUSALS = {  # of draftwood_forward
     4: "a row is scored that the pass does not have",
     5: "a pass has no rows, or more than the engine",
     6: "the model computed a logit that is NaN or infinite: build it again, from another copy or with --precision fp32",
+    7: "the draft reads states, and the pass has none",
 }
 BLOCK = 32  # inputs of a row that share a scale: kernels/matrix.h
 STRIDE = 128  # numbers, to whose multiples rows of activations are filled up: kernels/engine.h
@@ -67,9 +68,9 @@ class Layer(Structure):
 
     _fields_ = [
         *((name, c_void_p) for name in ("input_norm", "post_norm", "query_norm", "key_norm")),
-        *((name, c_void_p) for name in ("output_norm", "down_norm", "cosine", "sine")),
+        *((name, c_void_p) for name in ("output_norm", "down_norm", "token_norm", "cosine", "sine")),
         *((name, Matrix) for name in ("qkv", "output", "gate_up", "down")),
-        *((name, c_int32) for name in ("pairs", "local")),
+        *((name, c_int32) for name in ("pairs", "local", "tap", "norm_first")),
     ]
 
 
@@ -81,7 +82,7 @@ class Model(Structure):
             (name, c_int32)
             for name in (
                 *("vocab", "hidden", "inner", "layers", "heads", "kv_heads", "head_dim", "positions", "blocks"),
-                *("window", "gelu"),
+                *("window", "gelu", "taps"),
             )
         ),
         *(
@@ -96,6 +97,7 @@ class Model(Structure):
         ("block", POINTER(Matrix)),
         ("head", Matrix),
         ("embedding", Matrix),
+        ("fusion", Matrix),
     ]
 
 
@@ -103,13 +105,15 @@ def row_bytes(model: Model, rows: int) -> int:
     """The bytes of memory that `draftwood_open` takes for passes of up to `rows` rows, see allocate_rows in
     kernels/engine.h."""
     query, key = model.heads * model.head_dim, model.kv_heads * model.head_dim
-    hidden, normed, merged, attended, gated = (
-        -(-size // STRIDE) * STRIDE for size in (model.hidden, model.hidden, query + 2 * key, query, model.inner)
+    joined = 2 * model.hidden if model.fusion.inputs else model.hidden
+    hidden, normed, merged, attended, gated, fused = (
+        -(-size // STRIDE) * STRIDE
+        for size in (model.hidden, joined, query + 2 * key, query, model.inner, model.fusion.inputs)
     )
-    numbers = (4 + 1) * (hidden + normed + merged + attended + gated)  # and codes
-    of_blocks = 3 * 4 * (hidden + normed + merged + attended + gated) // PANEL
-    halves = 2 * (normed + attended + gated) if FORMATS[model.head.format] == "bf16" else 0
-    return int(rows * (numbers + of_blocks + halves + 4 * query + 4 * model.heads // model.kv_heads))
+    numbers = hidden + normed + merged + attended + gated + fused
+    of_each = (4 + 1) * numbers + 3 * 4 * numbers // PANEL  # with codes, and what belongs to a block of them
+    halves = 2 * (normed + attended + gated + fused) if FORMATS[model.head.format] == "bf16" else 0
+    return int(rows * (of_each + halves + 4 * query + 4 * model.heads // model.kv_heads))
 
 
 class Cache(Structure):
@@ -143,6 +147,7 @@ class Pass(Structure):
         ("cache", Cache),
         *((name, c_void_p) for name in ("logits", "acceptance", "logprobs", "ids", "slots", "draw_outputs", "draws")),
         ("drawn", c_int32),
+        *((name, c_void_p) for name in ("given", "states")),
     ]
 
 

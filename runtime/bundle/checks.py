@@ -12,7 +12,7 @@ from pathlib import PurePosixPath
 from typing import TYPE_CHECKING
 
 from ...models.bindings import DTYPES, INTEGERS, LOW_BIT, ROLES, TARGET, output_names
-from ...models.config import MIN_DRAFT_CONTEXT, LlamaConfig
+from ...models.config import MIN_DRAFT_CONTEXT, MOST_TAPS, LlamaConfig
 from ...models.errors import BundleError
 from ...models.fields import MAX_NUMBER
 from ...models.layers import network_of
@@ -70,6 +70,11 @@ def check_numbers(manifest: Manifest) -> None:
         require(sound, f"the size or digest of {name} is none")
     for role, difference in manifest.parity.items():
         require(difference >= 0, f"the {role}'s parity is {difference}")
+    target, draft = (manifest.engines.get(role) for role in ROLES)
+    reads = None if draft is None else draft.model.reads
+    shown = (() if target is None else target.model.taps, 0 if target is None else target.model.hidden_size)
+    sound = not shown[0] if reads is None else (reads.taps, reads.size) == shown
+    require(sound, "the target does not return the states that the draft reads")
     sizes = {spec.model.vocab_size for spec in manifest.engines.values()}
     require(len(sizes) == 1, "target and draft have different vocabularies")
     require(all(0 <= token < min(sizes) for token in manifest.eos_token_ids), "an eos_token_id is outside of them")
@@ -103,18 +108,21 @@ def check_engine(role: str, spec: EngineSpec, manifest: Manifest) -> None:
     check_matrices(role, spec)
     require(ascending(widths) and bool(spec.widths) and widths[0] >= 1, f"the {role}'s widths do not ascend from 1")
     require(widths[-1] <= MAX_ROWS, f"the {role}'s passes have {widths[-1]} rows")
-    longest = max(model.hidden_size, model.intermediate_size, model.query_size + 2 * model.kv_size) + STRIDE
+    sizes = (2 * model.hidden_size, model.intermediate_size, model.query_size + 2 * model.kv_size, model.state_inputs)
+    longest = max(*sizes, model.state_size) + STRIDE
     fits = widths[-1] * longest <= MAX_NUMBERS  # and so do heads times rows
     require(fits, f"the {role}'s passes have {widths[-1]} rows of up to {longest - STRIDE} numbers")
     least = manifest.max_length + 2 * spec.max_width
     require(least <= spec.capacity <= MAX_SLOTS, f"the {role}'s caches have {spec.capacity} slots")
     for limit, tokens in model.limits.items():
         require(manifest.max_length <= tokens, f"the {role}'s {limit} is {tokens} tokens")
-    known = {output_names(role, head, backend.form) for head in (False, True)}
+    states = model.state_size > 0
+    known = {output_names(role, head, backend.form, states) for head in (False, True)}
     require(spec.outputs in known, f"the {role}'s outputs are {', '.join(spec.outputs) or 'none'}")
     most_batch = MAX_BATCH if backend.is_compiled else 1
     require(1 <= spec.max_batch <= most_batch, f"the {role}'s max_batch is {spec.max_batch}")
     require((spec.plan is not None) == backend.is_compiled, f"the {role} has a plan, or lacks one")
+    require(spec.plan is None or not states, f"the {role}'s plan takes or returns states, which none does yet")
     if spec.plan is not None:
         check_plan(role, spec.plan)
 
@@ -151,6 +159,12 @@ def check_model(role: str, model: LlamaConfig) -> None:
     sound = model.draft_context is None or (role != TARGET and model.draft_context >= MIN_DRAFT_CONTEXT)
     require(sound, f"the {role}'s draft_context is {model.draft_context}")
     require(scales_positions(model), f"the {role}'s rope_scaling is none")
+    taps = model.taps if model.reads is None else model.reads.taps
+    known = role != TARGET if model.reads is not None else role == TARGET or not taps
+    known = known and ascending(taps) and len(taps) <= MOST_TAPS and (min(taps, default=1) >= 1)
+    known = known and (max(model.taps, default=0) <= model.num_layers)
+    known = known and (model.reads is None or (bool(taps) and not model.taps and 1 <= model.reads.size <= MAX_SIZE))
+    require(known, f"the {role}'s states are none")
 
 
 def check_kept_tokens(role: str, spec: EngineSpec) -> None:

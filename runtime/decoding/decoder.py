@@ -31,6 +31,7 @@ from .request import Request
 from .round import (
     END_OF_ROOM,
     NO_SPECULATION,
+    NO_STATE,
     NOT_WORTH_IT,
     Observer,
     Outcome,
@@ -147,6 +148,8 @@ class SpeculativeDecoder:
 
     def _round(self, request: RequestState) -> Works[Outcome]:
         """Run one round: plan, propose, verify, commit, learn."""
+        if request.proposer is not None and request.proposer.is_behind:
+            yield from request.proposer.read()
         plan = self._plan(request)
         rules = self._rules(request, plan)
         shape = self._whole_shape(request, plan, rules)
@@ -158,6 +161,8 @@ class SpeculativeDecoder:
         rows = len(tree.token_ids)
         request.time_pass(rows)
         request.cache.commit([0, *acceptance.rows])
+        if request.proposer is not None:
+            request.proposer.see(len(request.tokens) - 1, output, (0, *acceptance.rows))
         if request.proposer is not None and rows - 1 > len(tree.looked_up):
             request.proposer.commit(tree, acceptance.rows)
         token_ids = [*map(tree.token_ids.__getitem__, acceptance.rows), acceptance.next_token]
@@ -193,11 +198,17 @@ class SpeculativeDecoder:
         SamplingParams.is_seeded."""
         sampler, prompt, proposer = request.sampler, request.tokens, request.proposer
         sampler.use(softmax_of(self._target))
-        if sampler.params.prompt_logprobs is None:
-            yield from prefill_passes(self._target, request.cache, prompt[:-1], output_read=False)
+        beside = proposer if proposer is not None and proposer.states is not None and request.tokens_left > 1 else None
+        count = sampler.params.prompt_logprobs
+        if count is not None:
+            logprobs = read_prompt(self._target, request.cache, prompt, count)
+            request.prompt_logprobs = yield from (logprobs if beside is None else beside.read_beside(logprobs))
         else:
-            count = sampler.params.prompt_logprobs
-            request.prompt_logprobs = yield from read_prompt(self._target, request.cache, prompt, count)
+            known = len(prompt) - 1 if beside is None else beside.recall()
+            yield from prefill_passes(self._target, request.cache, prompt[:known], output_read=False)
+            if beside is not None:
+                rest = prefill_passes(self._target, request.cache, prompt[known:-1], output_read=False)
+                yield from beside.read_beside(rest)
         controller = None
         if self._config is not None and self._costs is not None:
             history, budget = (None, None) if sampler.params.is_seeded else (self._history, self._budget)
@@ -206,7 +217,7 @@ class SpeculativeDecoder:
                 self._costs, self._target.spec.widths, request.greedy, history, budget, draft_context
             )
         request.controller = controller
-        if proposer is not None and request.tokens_left:
+        if proposer is not None and request.tokens_left and beside is None:
             # Where the controller expects no gain from speculation, the draft does not read the prompt yet.
             left, batch_size = request.tokens_left - 1, self._batch_of(request)
             if controller is None or controller.worth_reading(len(prompt), left, batch_size, proposer.num_unread):
@@ -222,7 +233,7 @@ class SpeculativeDecoder:
         if controller is None or max_depth < 1:
             return None
         batch_size = self._batch_of(request)
-        drafted = 0 if request.proposer is None else max_depth
+        drafted = 0 if request.proposer is None or not request.proposer.num_unread else max_depth
         plan = controller.held(drafted, batch_size)
         if plan is None:
             unread = 1 if request.proposer is None else request.proposer.num_unread
@@ -242,6 +253,8 @@ class SpeculativeDecoder:
             return propose_found(request.root, request.look_up(max_depth), plan)
         if rules is None:
             return Proposal(graph, root_alone(request.root), NOT_WORTH_IT)
+        if not request.proposer.num_unread:
+            return Proposal(graph, root_alone(request.root), NO_STATE)
         sampler = request.sampler
         depth = max_depth if plan is None else min(max_depth, plan.depth)
         found = request.look_up(depth) if self._config.lookup_ngram else []
@@ -265,7 +278,8 @@ class SpeculativeDecoder:
             ranks = TOP_IDS.name in self._target.spec.outputs  # then its most probable tokens are enough, no logits
             follows_path, settings = request.sampler.follows_path, request.sampler.settings
             needs_best = ranks and request.greedy and not (request.needs_logits or follows_path)
-            batch = tree.to_batch(self._target.spec, request.cache.length, needs_best, settings)
+            reads = request.proposer is not None and request.proposer.states is not None
+            batch = tree.to_batch(self._target.spec, request.cache.length, needs_best, settings, reads)
             output = yield Pass(self._target, batch, request.cache)
         if batch.ranking_only and output.top_ids is not None:
             return output, match_best(tree, output.top_ids[:, 0])

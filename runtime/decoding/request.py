@@ -6,6 +6,9 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
+import numpy as np
+from numpy.typing import NDArray
+
 from ..engines.base import Pass
 from ..engines.passes import Steps
 from ..engines.rounds import Work
@@ -68,6 +71,8 @@ class Request(Generic[C]):
     # The next pass; None before the text has started. `rest`: its second part, where it was split.
     next_pass: Work | None = None
     rest: Pass | None = None
+    # The states of the parts of its split pass that have run.
+    states: list[NDArray[np.float32]] = field(default_factory=list)
     # Seconds of passes over prompts of others since its last chunk, by the cost model.
     waited: float = 0.0
 

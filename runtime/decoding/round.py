@@ -20,6 +20,7 @@ from ..speculation.verifier import Acceptance
 
 NO_SPECULATION = "no speculation"
 NOT_WORTH_IT = "plain decoding is faster"
+NO_STATE = "no state of the target yet"  # the root is the first token of the text
 END_OF_ROOM = "end of room"  # max_tokens or the context limit allows no deeper tokens
 DEPTH_LIMIT = "depth limit"
 TOKEN_BUDGET = "token budget"

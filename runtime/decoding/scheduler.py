@@ -12,6 +12,8 @@ from threading import Condition, current_thread, main_thread
 from time import perf_counter
 from typing import Any, Generic
 
+import numpy as np
+
 from ...models.bindings import DRAFT
 from ..engines.base import Engine, ForwardOutput, Pass
 from ..engines.rounds import RoundOutcome, Work
@@ -119,6 +121,8 @@ class Scheduler(Generic[C]):
             yield from self._recover(served, works, error)
             return
         self._freed = False
+        # Those that came meanwhile share the next pass, which plans must know.
+        self.batch_size = max(self.batch_size, len(self.queue.running))
         if len(running) > 1:
             self._note(served, running, works, perf_counter() - start)
         for request, output in zip(served, outputs, strict=True):
@@ -194,9 +198,14 @@ class Scheduler(Generic[C]):
         if len(self.queue.running) > 1:
             with self.changed:
                 self.queue.rotate(request)
+        states = output.states if isinstance(output, ForwardOutput) else None
         if request.rest is not None:
             request.next_pass, request.rest = request.rest, None
+            request.states += [] if states is None else [states.copy()]
             return
+        if request.states and states is not None and isinstance(output, ForwardOutput):
+            output = output._replace(states=np.concatenate((*request.states, states)))
+            request.states = []
         yield from self._resume(request, output)
 
     def _resume(self, request: Request[C], answer: ForwardOutput | RoundOutcome | None) -> Iterator[Event[C]]:

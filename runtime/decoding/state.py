@@ -12,7 +12,7 @@ from ..speculation.config import SpeculativeConfig
 from ..speculation.graph.token_tree import TokenTree
 from ..speculation.planning.controller import Controller, RoundPlan
 from ..speculation.planning.estimate import choices_of
-from ..speculation.planning.lookups import NO_MATCH, Match
+from ..speculation.planning.lookups import FORCED, NO_MATCH, Match
 from ..speculation.proposer import DraftProposer
 from ..speculation.stopwatch import Stopwatch
 from ..speculation.verifier import Acceptance
@@ -68,10 +68,12 @@ class RequestState:
         return self.tokens[-1]
 
     def look_up(self, most: int) -> list[int]:
-        """What a prompt lookup finds: up to `most` tokens, as far as the structured output allows them."""
+        """What the structured output forces, or else what a prompt lookup finds: up to `most` tokens, as far as the
+        structured output allows them."""
         if self.lookup is None:
             return []
-        self.match = self.lookup.propose(self.tokens)
+        forced = self.sampler.processing.forced()[: self.lookup.length]
+        self.match = Match(FORCED, forced) if forced else self.lookup.propose(self.tokens)
         found = self.match.tokens[:most]
         self.match = Match(self.match.ngram, found[: self.sampler.processing.count_allowed(found)])
         return self.match.tokens

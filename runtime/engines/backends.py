@@ -243,7 +243,8 @@ def stored_matrices(network: Network, model: LlamaConfig) -> tuple[Matrix, ...]:
 
 def pass_matrices(network: Network) -> tuple[Matrix, ...]:
     """Those that a pass multiplies with. Of the embedding only rows are looked up."""
-    return (*(part for layer in network.layers for part in layer.matrices), network.head)
+    fusion = () if network.fusion is None else (network.fusion,)
+    return (*fusion, *(part for layer in network.layers for part in layer.matrices), network.head)
 
 
 def num_weights(matrices: Iterable[Matrix]) -> int:

@@ -85,7 +85,8 @@ class TokenBatch:
     then undefined. cache_only: the caller reads no output. slots: int64 [num_tokens], the cache slots into which a
     cache that `places` rows writes them; S is then the number of slots up to the last one in use. None: the
     rows follow the others. settings: by output row, what the caller will ask of the row's softmax, for engines that
-    compute it in the pass; it may be shorter than the rows.
+    compute it in the pass; it may be shorter than the rows. states: float32 [num_tokens, state_inputs] for a draft that
+    reads states, else None. states_read: whether the caller reads the rows' states.
     """
 
     token_ids: NDArray[np.int64]
@@ -97,6 +98,8 @@ class TokenBatch:
     cache_only: bool = False
     slots: NDArray[np.int64] | None = None
     settings: tuple[SoftmaxSettings | None, ...] = ()
+    states: NDArray[np.float32] | None = None
+    states_read: bool = False
 
     @classmethod
     def pad(
@@ -108,6 +111,8 @@ class TokenBatch:
         last_only: bool = False,
         ranking_only: bool = False,
         settings: tuple[SoftmaxSettings | None, ...] = (),
+        states: NDArray[np.float32] | None = None,
+        states_read: bool = False,
     ) -> TokenBatch:
         """Pad n rows with mask [n, s + n] to `width` rows. last_only: the last real row is
         the only output row; else all rows are.
@@ -124,7 +129,8 @@ class TokenBatch:
             mask = wide
         output_rows = np.array([rows - 1]) if last_only else every_row(width)
         ids, positions = np.asarray(token_ids, np.int64), np.asarray(position_ids, np.int64)
-        return cls(ids, positions, mask, output_rows, rows, ranking_only, settings=settings)
+        fields = (ids, positions, mask, output_rows, rows, ranking_only)
+        return cls(*fields, settings=settings, states=states, states_read=states_read)
 
 
 def read_only(array: Array) -> Array:
@@ -153,7 +159,8 @@ class ForwardOutput(NamedTuple):
     tokens under the unprocessed distribution, best first; None on an engine without these outputs. Of a trimmed draft V
     is the number of kept tokens, and DraftVocabulary says which token a column is. acceptance: float32 [R], the
     probability that the target accepts the row's own token; None where the draft has no acceptance head. softmaxes: of
-    rows for which `TokenBatch.settings` was computed; may be shorter than the rows.
+    rows for which `TokenBatch.settings` was computed; may be shorter than the rows. states: float32 [num_tokens,
+    state_size], of every row of the pass, if `TokenBatch.states_read`: see LlamaConfig.
     """
 
     logits: NDArray[np.float32]
@@ -161,15 +168,17 @@ class ForwardOutput(NamedTuple):
     top_logprobs: NDArray[np.float32] | None
     acceptance: NDArray[np.float32] | None = None
     softmaxes: Sequence[Softmax | None] = ()
+    states: NDArray[np.float32] | None = None
 
-    def part(self, rows: slice) -> ForwardOutput:
-        """The results of a range of rows, as views."""
+    def part(self, rows: slice, every: slice) -> ForwardOutput:
+        """The results of a range of output rows, and the states of a range of all rows, as views."""
         return ForwardOutput(
             self.logits[rows],
             None if self.top_ids is None else self.top_ids[rows],
             None if self.top_logprobs is None else self.top_logprobs[rows],
             None if self.acceptance is None else self.acceptance[rows],
             self.softmaxes[rows],
+            None if self.states is None else self.states[every],
         )
 
     def rows(self, indices: Sequence[int]) -> ForwardOutput:
@@ -242,7 +251,9 @@ class Pass(NamedTuple):
         batch, rows = self.batch, slice(start, end)
         ids, positions, mask = batch.token_ids[rows], batch.position_ids[rows], batch.mask[rows, : read + end]
         width = self.engine.spec.width_for(end - start)
-        return self._replace(batch=TokenBatch.pad(ids, positions, mask, width, True, batch.ranking_only))
+        states = None if batch.states is None else batch.states[rows]
+        padded = TokenBatch.pad(ids, positions, mask, width, True, batch.ranking_only, (), states, batch.states_read)
+        return self._replace(batch=padded)
 
 
 class Engine(ABC):

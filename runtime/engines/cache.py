@@ -126,6 +126,7 @@ class GrowingKVCache(ABC):
                 f"{batch.num_tokens} of {width} rows, with {len(ids)} token ids and {len(positions)} positions, are no "
                 f"pass of this engine, which has up to {self._widest} rows of int64"
             )
+        check_states(self._spec, batch)
         if batch.slots is None:
             check_mask(self._spec, batch.mask, self.speculative)
         elif not self.places:
@@ -222,6 +223,20 @@ def check_mask(spec: EngineSpec, mask: NDArray[np.bool_], speculative: int) -> N
         raise EngineError(
             f"a mask of {width} x {columns} does not fit this engine: its passes have {compiled} rows, "
             f"with one column for each and for the {speculative} speculative rows before them"
+        )
+
+
+def check_states(spec: EngineSpec, batch: TokenBatch) -> None:
+    """Raises EngineError unless a batch has the states that the engine takes, and asks for none that it lacks."""
+    states, inputs = batch.states, spec.model.state_inputs
+    if states is None and not inputs and not (batch.states_read and not spec.model.state_size):
+        return
+    sound = states is not None and states.dtype == np.float32 and states.flags.c_contiguous
+    if not inputs or states is None or not sound or states.shape != (batch.num_tokens, inputs):
+        raise EngineError(
+            f"a pass of {batch.num_tokens} rows over the {spec.role} takes {inputs} numbers of states for each, in "
+            f"float32, and returns {spec.model.state_size}: this one has "
+            f"{'none' if states is None else f'{states.dtype} {list(states.shape)}'}"
         )
 
 

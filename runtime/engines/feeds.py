@@ -50,6 +50,9 @@ def feed_rows(views: Mapping[str, NDArray[Any]], batch: TokenBatch, start: int) 
     views[bindings.POSITION_IDS.name][0] = batch.position_ids
     views[bindings.WRITE_INDICES.name][0] = start
     views[bindings.OUTPUT_ROWS.name][:] = batch.output_rows
+    if batch.states is not None:
+        views[bindings.STATES_IN.name][0, : batch.num_tokens] = batch.states
+        views[bindings.STATES_IN.name][0, batch.num_tokens :] = 0
 
 
 def output_of(views: Mapping[str, NDArray[Any]]) -> ForwardOutput:
@@ -58,7 +61,7 @@ def output_of(views: Mapping[str, NDArray[Any]]) -> ForwardOutput:
     def result(name: str) -> NDArray[Any] | None:
         return views[name][0] if name in views else None
 
-    ids, logprobs, acceptance = (
-        result(item.name) for item in (bindings.TOP_IDS, bindings.TOP_LOGPROBS, bindings.ACCEPTANCE)
+    ids, logprobs, acceptance, states = (
+        result(item.name) for item in (bindings.TOP_IDS, bindings.TOP_LOGPROBS, bindings.ACCEPTANCE, bindings.STATES)
     )
-    return ForwardOutput(views[bindings.LOGITS.name][0], ids, logprobs, acceptance)
+    return ForwardOutput(views[bindings.LOGITS.name][0], ids, logprobs, acceptance, (), states)

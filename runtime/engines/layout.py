@@ -77,7 +77,7 @@ class Layout(NamedTuple):
 
     @classmethod
     def inputs(cls, spec: EngineSpec, shape: PassShape) -> Layout:
-        return cls.of(bindings.inputs(bindings.COMPACT), spec, shape)
+        return cls.of(bindings.inputs(bindings.COMPACT, spec.model.reads is not None), spec, shape)
 
     @classmethod
     def outputs(cls, spec: EngineSpec, shape: PassShape) -> Layout:
@@ -114,6 +114,8 @@ def axis_sizes(spec: EngineSpec, shape: PassShape, capacity: int) -> dict[str, i
         "R": shape.outputs,
         "V": model.num_logits,
         "K": bindings.top_columns(model.num_logits),
+        "I": model.state_inputs,
+        "O": model.state_size,
     }
 
 

@@ -8,6 +8,7 @@ from collections.abc import Generator, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ..sampling.softmax import SoftmaxSettings
 from .base import Engine, EngineSpec, ForwardOutput, KVCache, Pass, TokenBatch, causal_mask
@@ -26,12 +27,14 @@ def causal_batch(
     start: int,
     ranking_only: bool = False,
     settings: SoftmaxSettings | None = None,
+    states: NDArray[np.float32] | None = None,
+    states_read: bool = False,
 ) -> TokenBatch:
     """A batch for a chunk of committed text that begins at position `start`. Its only output row is the last token.
-    settings: of the softmax of this row."""
+    settings: of the softmax of this row. states, states_read: see TokenBatch."""
     rows, every = len(token_ids), () if settings is None else (settings,)
     mask, width, positions = causal_mask(rows), spec.width_for(rows), np.arange(start, start + rows)
-    return TokenBatch.pad(token_ids, positions, mask, width, True, ranking_only, every)
+    return TokenBatch.pad(token_ids, positions, mask, width, True, ranking_only, every, states, states_read)
 
 
 def prefill_passes(
@@ -41,15 +44,17 @@ def prefill_passes(
     ranking_only: bool = False,
     output_read: bool = True,
     settings: SoftmaxSettings | None = None,
+    states: NDArray[np.float32] | None = None,
 ) -> Passes[ForwardOutput | None]:
     """Append committed text to a cache in chunks. Returns the output of the last pass, which holds the last token's
     row; None for empty text. The output may also be None when `output_read` is False. settings: of the softmax of that
-    row."""
+    row. states: see TokenBatch."""
     output, end, of_prompt = None, 0, len(token_ids) > PENDING
     while end < len(token_ids):
         chunk = token_ids[end : end + engine.spec.chunk_size(len(token_ids) - end)]
+        given = None if states is None else states[end : end + len(chunk)]
         end += len(chunk)
-        batch = causal_batch(engine.spec, chunk, cache.length, ranking_only, settings=settings)
+        batch = causal_batch(engine.spec, chunk, cache.length, ranking_only, settings, given)
         output = yield Pass(engine, batch, cache, output_read and end == len(token_ids), of_prompt)
         cache.commit(range(len(chunk)))
     return output

@@ -25,6 +25,7 @@ from ..prompt import PromptType, plain_prompt
 from ..sampling.params import SamplingParams, as_float
 from ..structured.grammars import Prepared
 from ..text.conversation import ASKED, ChatSettings
+from ..text.infill import Infill
 from ..text.tokenizer import token_sequences
 from .engine_thread import EngineThread
 from .metrics import GAUGES
@@ -114,9 +115,11 @@ class AsyncLLM(EngineThread):
         """Whether new requests are accepted: the engine's thread runs, and `drain` was not called."""
         return not self._draining and self.alive
 
-    async def encode(self, prompt: PromptType, client: str | None = None) -> list[int]:
-        """LLM.encode in another thread. Long texts are encoded one at a time, those of a client in its turn, and short
-        texts do not wait for them. Also raises ShutdownError."""
+    async def encode(self, prompt: PromptType | Infill, client: str | None = None) -> list[int]:
+        """LLM.encode, or `encode_infill`, in another thread. Long texts are encoded one at a time, those of a client in
+        its turn, and short texts do not wait for them. Also raises ShutdownError."""
+        if isinstance(prompt, Infill):
+            return await self._texts.compute(partial(self.llm.encode_infill, prompt), prompt.size, client)
         plain = plain_prompt(prompt)
         size = len(plain.encode("utf-8", "surrogatepass")) if isinstance(plain, str) else len(plain)
         return await self._texts.compute(partial(self.llm.encode, plain), size, client)

@@ -33,6 +33,9 @@ class Constraint(Protocol):
     def roll_back(self, count: int) -> None:
         """Remove the last `count` tokens."""
 
+    def forced(self) -> list[int]:
+        """The tokens that probably follow, because the grammar leaves little choice; none where it does."""
+
 
 class PathMasks:
     """The masks of one request. A path is the list of tokens from the committed text to a node. Each path's mask is
@@ -55,6 +58,10 @@ class PathMasks:
     def ends(self, path: Sequence[int]) -> bool:
         """Whether the text is complete after a path of allowed tokens."""
         return self._move(path) and self._constraint.ended
+
+    def forced(self) -> list[int]:
+        """See Constraint: what probably follows the committed text."""
+        return self._constraint.forced() if self._move(()) and not self._constraint.ended else []
 
     def commit(self, tokens: Sequence[int]) -> None:
         """Make a path of allowed tokens part of the text. Paths begin after it from now on. Raises RequestError if the

@@ -125,6 +125,10 @@ class Processing:
                 return index
         return len(tokens)
 
+    def forced(self) -> list[int]:
+        """The tokens that probably follow the output by the constraint alone."""
+        return [] if self._masks is None else self._masks.forced()
+
     def _is_left(self, path: Sequence[int]) -> bool:
         """Whether the text has ended, or has left the grammar, after `path`."""
         return self._masks is not None and self._masks.after(path) is None

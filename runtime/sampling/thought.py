@@ -81,6 +81,12 @@ class ThoughtConstraint:
         self._head -= count - behind
         self._answers = self._answers and count == behind and bool(self._tail or self._head)
 
+    def forced(self) -> list[int]:
+        """See Constraint."""
+        if self._answers:
+            return [] if self._form is None else self._form.forced()
+        return [self._thought.closes] if not self._undecided and self._is_spent else []
+
     @property
     def _undecided(self) -> bool:
         """Whether nothing says yet that the text has a thought, or has none."""

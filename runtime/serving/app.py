@@ -19,6 +19,7 @@ from .http.guard import REQUEST_ID, Limits, RequestGuard
 from .http.pages import add_pages
 from .openai.api import OpenAIApi
 from .openai.explain import ExplainApi
+from .openai.infill import InfillApi
 from .openai.responses import ResponsesApi
 from .openai.route import JsonRoute
 from .openai.tokens import TokensApi
@@ -64,6 +65,7 @@ def create_app(
         "/v1/messages": messages.create,
         "/v1/messages/count_tokens": messages.count,
         "/v1/responses": responses.create,
+        "/infill": InfillApi(api).infill,
         "/tokenize": tokens.tokenize,
         "/detokenize": tokens.detokenize,
     }

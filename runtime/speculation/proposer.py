@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
+from typing import TypeVar
 
 import numpy as np
 
-from ..engines.base import Engine, ForwardOutput, Pass, TokenBatch
+from ..engines.base import Engine, ForwardOutput, KVCache, Pass, TokenBatch
 from ..engines.passes import PENDING, Passes, causal_batch, prefill_passes
 from ..engines.rounds import RoundOutcome
 from ..sampling.random import RandomStream
@@ -18,6 +20,9 @@ from .growers.baseline import Grower
 from .growers.draft_vocabulary import DraftVocabulary
 from .growers.specdecpp import Fixed, Stopper
 from .stopwatch import Stopwatch
+from .target_states import KEPT, States, TargetStates, salt_behind
+
+T = TypeVar("T")
 
 
 class DraftProposer:
@@ -29,11 +34,15 @@ class DraftProposer:
 
     def __init__(self, engine: Engine, text: list[int], salt: str | None = None) -> None:
         """text: all committed tokens, to which the caller appends. Raises EngineError where no cache is left."""
-        self._engine, self._text = engine, text
-        self.context = engine.spec.model.draft_context  # see LlamaConfig.draft_context
+        model = engine.spec.model
+        self._engine, self._text, self._salt = engine, text, salt
+        self.context = model.draft_context  # see LlamaConfig.draft_context
         self._vocabulary = DraftVocabulary(engine.spec)
-        self.cache = engine.new_cache(salt)
-        self._first = len(text) - self.readable(len(text))  # where the tokens in the cache begin
+        self.states = None if model.reads is None else TargetStates(model.reads, model)
+        # Where the tokens in the cache begin.
+        self._first = max(len(text) - self.readable(len(text)), 0 if self.states is None else 1)
+        self.cache = self._new_cache()
+        self._own: dict[int, States] = {}  # scored graph node -> the draft's state of it
         self._slots: dict[int, int] = {}  # scored graph node -> its speculative cache slot
         self._visible: list[bytes] = []  # slot -> mask of the earlier slots on its path, the slot itself included
         self.passes = 0
@@ -60,8 +69,12 @@ class DraftProposer:
 
     def readable(self, length: int) -> int:
         """How many of `length` committed tokens the draft has in its cache or reads: all. Of more than its context only
-        the last ones, which fill half of it: then it does not have to begin anew soon."""
-        return length if self.context is None or length <= self.context else self.context // 2
+        the last ones, which fill half of it: then it does not have to begin anew soon. Of a text that was read it
+        may only begin where states are left."""
+        if self.context is None or length <= self.context:
+            return length
+        began = self.states is not None and self.states.end > 0
+        return min(self.context // 2, KEPT) if began else self.context // 2
 
     def latest_round(self) -> tuple[list[int], float]:
         """Rows of each pass of the latest round, and their seconds; empty where it also read much text. Once each."""
@@ -75,9 +88,64 @@ class DraftProposer:
         if outcome.seconds is not None:
             self.scoring.add(outcome.seconds[0])
 
+    @property
+    def is_behind(self) -> bool:
+        """Whether it must read before the next round: states are not kept for longer."""
+        return self.states is not None and self.num_unread > KEPT and not self.outgrown
+
     def read(self) -> Passes[None]:
-        """Read the text before the root; else the next round does."""
-        yield from prefill_passes(self._engine, self.cache, self.pending[:-1], output_read=False)
+        """Read the text before the root, as far as its states are known; else the next round does."""
+        unread = self.pending[:-1]
+        if self.states is not None:
+            unread = unread[: max(0, self.states.end + 1 - self._read)]
+        yield from prefill_passes(
+            self._engine, self.cache, unread, output_read=False, states=self._states_before(len(unread))
+        )
+
+    def recall(self) -> int:
+        """Take over rows of the text that the engine already holds. Returns how many tokens of the text the target may
+        take over, too: it must compute the states of those after them."""
+        while chunk := self.pending[:-1][: self._engine.spec.max_width]:
+            work = Pass(self._engine, causal_batch(self._engine.spec, chunk, self.cache.length), self.cache, False)
+            rest = self._engine.recall(work)
+            left = 0 if rest is None else rest.num_rows
+            self.cache.commit(range(len(chunk) - left))
+            if left:
+                break
+        return self._read - 1
+
+    def read_beside(self, passes: Passes[T]) -> Passes[T]:
+        """Passes of the target over a prompt, whose states the draft reads as they come."""
+        try:
+            work = next(passes)
+            while True:
+                start = work.cache.length
+                output = yield work._replace(batch=replace(work.batch, states_read=True))
+                self.see(start, output)
+                work = passes.send(output)  # before others run, for the output is a view
+                yield from self.read()
+        except StopIteration as end:
+            yield from self.read()
+            return end.value  # type: ignore[no-any-return]
+
+    def see(self, start: int, output: ForwardOutput, rows: Sequence[int] | None = None) -> None:
+        """Keep the states of a pass of the target: of committed tokens from `start` on. rows: theirs; None: all."""
+        if self.states is not None and output.states is not None:
+            states = output.states if rows is None else output.states[[*rows]]
+            self.states.add(start, states, len(self._text) if self.outgrown else self._read - 1)
+
+    @property
+    def _read(self) -> int:
+        """Where the tokens begin that it has not read."""
+        return self._first + self.cache.length
+
+    def _states_before(self, count: int) -> States | None:
+        """The states that it takes for the next `count` unread tokens."""
+        return None if self.states is None else self.states.before(self._read, count)
+
+    def _new_cache(self) -> KVCache:
+        behind = self._salt if self.states is None else salt_behind(self._salt, self._text[: self._first])
+        return self._engine.new_cache(behind)
 
     def propose(
         self,
@@ -94,6 +162,9 @@ class DraftProposer:
         if self.outgrown:
             self._first = len(self._text) - self.num_unread
             self.cache.truncate(0)
+            if self.states is not None:
+                self.cache.close()
+                self.cache = self._new_cache()
         pending, self._before = self.pending, self.scoring.seconds
         self.passes += 1
         self.rows += len(pending)
@@ -101,10 +172,14 @@ class DraftProposer:
         most = min(PENDING, self._engine.spec.max_width)
         read = len(pending) - 1 if len(pending) > most else 0  # in passes that others need not wait for
         with self.scoring:
-            yield from prefill_passes(self._engine, self.cache, pending[:read], output_read=False)
-            batch = causal_batch(self._engine.spec, pending[read:], self.cache.length, ranking_only, settings)
+            given = self._states_before(read)
+            yield from prefill_passes(self._engine, self.cache, pending[:read], output_read=False, states=given)
+            given, shows = self._states_before(len(pending) - read), self.states is not None
+            start = self.cache.length
+            batch = causal_batch(self._engine.spec, pending[read:], start, ranking_only, settings, given, shows)
             output = yield Pass(self._engine, batch, self.cache)
             self.cache.commit(range(batch.num_tokens))
+        self._own = {} if output.states is None else {ROOT: output.states[-1].copy()}
         self._slots, self._visible = {}, []
         self._round = [] if read else [len(pending)]
         nodes, own, stops = [ROOT], self._vocabulary.sampler(sampler), not isinstance(stopper, Fixed)
@@ -127,9 +202,10 @@ class DraftProposer:
 
     def commit(self, tree: TokenTree, rows: Sequence[int]) -> None:
         """Keep the draft's cache of accepted rows, up to the first row that the draft has not scored in the context of
-        the accepted path. The tokens of the others become pending, and the target's own token."""
-        scored = 0
-        while scored < len(rows) and not tree.merged[rows[scored]] and tree.nodes[rows[scored]] in self._slots:
+        the accepted path. The tokens of the others become pending, and the target's own token. Nodes that were scored
+        with the draft's own states are read again, with the target's."""
+        scored, most = 0, len(rows) if self.states is None else 0
+        while scored < most and not tree.merged[rows[scored]] and tree.nodes[rows[scored]] in self._slots:
             scored += 1
         self.cache.commit([self._slots[tree.nodes[row]] for row in rows[:scored]])
 
@@ -159,9 +235,16 @@ class DraftProposer:
         tokens = [graph.tokens[node] for node in nodes]
         width = self._engine.spec.width_for(count)
         every = () if settings is None else (settings,) * count
-        batch = TokenBatch.pad(tokens, positions, mask, width, ranking_only=ranking_only, settings=every)
+        # A merged node has the state of the parent that created it. Another one would change what is proposed behind
+        # it, and any distribution may propose: a merged graph is verified by what the target says of each whole path.
+        parents = graph.parents
+        given = None if self.states is None else self.states.after([self._own[parents[node]] for node in nodes])
+        batch = TokenBatch.pad(tokens, positions, mask, width, False, ranking_only, every, given, given is not None)
         with self.scoring:
-            return (yield Pass(self._engine, batch, self.cache))
+            output = yield Pass(self._engine, batch, self.cache)
+        if output.states is not None:
+            self._own.update(zip(nodes, output.states.copy(), strict=False))
+        return output
 
 
 def note_acceptance(graph: TokenGraph, nodes: Sequence[int], output: ForwardOutput) -> None:

@@ -23,9 +23,10 @@ from ..text.tokenizer import Tokenizer
 from ..text.tokenizer_worker import is_failure
 from ..text.workers import Task, WorkerPool
 from . import grammar_worker
+from .forced import forced_run
 from .forms import written_form
 from .grammar_worker import open_matcher, open_tokenizer
-from .json_guard import JsonGuard, Tokens
+from .json_guard import OUTSIDE, JsonGuard, State, Tokens
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
@@ -59,14 +60,16 @@ class Grammar:
     def __init__(
         self,
         matcher: LLMatcher,
+        tokenizer: LLTokenizer,
         vocab_size: int,
         special: NDArray[np.int64],
         share: Share,
         guard: JsonGuard | None = None,
     ) -> None:
-        """matcher: at its beginning. vocab_size: of the model. special: the special tokens, and those that end a text.
-        share: of the memory, which the matcher and its copies take. guard: further rules of JSON."""
-        self.matcher, self.vocab_size, self.special = matcher, vocab_size, special
+        """matcher: at its beginning. tokenizer: the library's. vocab_size: of the model. special: the special tokens,
+        and those that end a text. share: of the memory, which the matcher and its copies take. guard: further rules of
+        JSON."""
+        self.matcher, self.tokenizer, self.vocab_size, self.special = matcher, tokenizer, vocab_size, special
         self.share, self.guard = share, guard
 
     def start(self) -> MatcherConstraint:
@@ -99,6 +102,7 @@ class MatcherConstraint:
         self._grammar, self._guard = grammar, grammar.guard
         self._matcher = grammar.matcher.deep_copy()  # it holds the grammar's tables, too
         self._states = [] if self._guard is None else [self._guard.start()]  # after each token
+        self._written: list[int] = []
 
     @property
     def ended(self) -> bool:
@@ -142,11 +146,18 @@ class MatcherConstraint:
         self._check()
         if advanced:
             self._states += after
+            self._written.append(token)
         return advanced
+
+    def forced(self) -> list[int]:
+        """See Constraint."""
+        state = self._states[-1] if self._states else State(OUTSIDE)
+        return forced_run(self._matcher, self._grammar.tokenizer, self._guard, state, self._written)
 
     def roll_back(self, count: int) -> None:
         """See Constraint."""
         self._matcher.rollback(count)
+        del self._written[len(self._written) - count :]
         if self._guard is not None:
             del self._states[len(self._states) - count :]
         self._check()
@@ -210,7 +221,8 @@ class Grammars:
             raise refusal(answer["error"])
         share = self._reserve(int(answer["bytes"]))  # before the memory is taken here, too
         guard = None if written.json is None else JsonGuard(tokens, *written.json)
-        grammar = Grammar(open_matcher(tokenizer, answer["text"]), self._vocab_size, self._special, share, guard)
+        matcher = open_matcher(tokenizer, answer["text"])
+        grammar = Grammar(matcher, tokenizer, self._vocab_size, self._special, share, guard)
         if not grammar.usable:
             raise refusal("it exceeds a limit")
         if not (beginning := grammar.start()).ended:

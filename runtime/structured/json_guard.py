@@ -94,6 +94,10 @@ class JsonGuard:
         text = self.tokens.texts[token]
         if state.kind in (STRING, NAME) and b'"' not in text and b"\\" not in text:
             return state if state.kind == STRING else state._replace(text=state.text + text)
+        return self.follow(state, text)
+
+    def follow(self, state: State, text: bytes) -> State | None:
+        """The state after a text; None as above."""
         for byte in text:
             after = self._step(state, byte)
             if after is None:

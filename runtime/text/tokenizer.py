@@ -23,6 +23,7 @@ from .tokenizer_worker import first_problem, is_failure
 from .workers import Task, WorkerPool
 
 TOKENIZER, SETTINGS, TEMPLATE = "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"
+INFILL = tuple(f"fim_{kind}_token" for kind in ("pre", "suf", "mid", "rep", "sep", "pad"))  # of GGUF's metadata
 DEFAULT, TOOL_USE = "default", "tool_use"  # names of chat templates; others, as "rag", are kept and not used
 USED = {DEFAULT, TOOL_USE}
 # For tokenizers whose cost is not proved (`tokenizer_check.is_proved`): a regular expression may go back any number of
@@ -42,10 +43,12 @@ class Tokenizer:
         special_tokens: Mapping[str, str] | None = None,
         chat_templates: Mapping[str, str] | None = None,
         process: WorkerPool | None = None,
+        infill_tokens: Mapping[str, str] | None = None,
     ) -> None:
         """special_tokens: texts of "bos_token", "eos_token" and other special tokens. chat_templates: Jinja sources by
         name, see `template_for`. process: encodes the texts in place of `backend`, whose cost is not proved, see
-        `read_backend`."""
+        `read_backend`. infill_tokens: those that the settings name, see `infill.py`."""
+        self.infill_tokens = dict(infill_tokens or {})
         self._backend, self._process = backend, process
         self._special_tokens = dict(special_tokens or {})
         self.chat_templates = dict(chat_templates or {})
@@ -68,9 +71,10 @@ class Tokenizer:
     @classmethod
     def load(cls, folder: Path) -> Tokenizer:
         """Read a folder's tokenizer. Raises BundleError if it is missing or damaged."""
-        tokens = special_tokens(read_settings(folder / SETTINGS))
+        settings = read_settings(folder / SETTINGS)
         backend, process = read_backend(folder / TOKENIZER)
-        return cls(backend, tokens, read_templates(folder), process)
+        infill = {name: text for name in INFILL if isinstance(text := settings.get(name), str)}
+        return cls(backend, special_tokens(settings), read_templates(folder), process, infill)
 
     def close(self) -> None:
         """End the processes that render chat templates, and those that encode texts."""
@@ -159,9 +163,14 @@ class Tokenizer:
         """The content of tokenizer.json, without truncation and padding."""
         return str(self._backend.to_str())
 
+    def added_id(self, text: str | None) -> int | None:
+        """The id of the added token with this text, if there is one."""
+        index: int | None = None if text is None else self._backend.token_to_id(text)
+        return index if index in self.added_token_ids else None
+
     def special_id(self, text: str) -> int | None:
         """The id of the special token with this text, if there is one."""
-        index: int | None = self._backend.token_to_id(text)
+        index = self.added_id(text)
         return index if index in self.special_token_ids else None
 
     def bytes_of(self, token: int) -> bytes | None:

@@ -18,7 +18,7 @@ httpx = pytest.importorskip("httpx", reason="needs httpx")
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 MESSAGES_API, RESPONSES = "/v1/messages", "/v1/responses"
-BY_FIELD = {'"system"': MESSAGES_API, '"messages"': CHAT, '"input"': RESPONSES}
+BY_FIELD = {'"system"': MESSAGES_API, '"messages"': CHAT, '"input"': RESPONSES, '"input_prefix"': "/infill"}
 SHORT = {"prompt": "hello", "max_tokens": 3, "temperature": 0, "ignore_eos": True}
 MESSAGES = [{"role": "user", "content": "hello"}]
 MEBIBYTE = 1 << 20
@@ -83,6 +83,7 @@ def nested(opening: str, closing: str, depth: int) -> str:
         '{"prompt": %s}',
         '{"prompt": "x", "tools": %s}',
         '{"prompt": "x", "unknown": %s}',
+        '{"input_prefix": "x", "input_extra": %s}',
         '{"messages": %s}',
         '{"messages": [{"role": "user", "content": %s}]}',
         '{"system": %s, "messages": [{"role": "user", "content": "x"}]}',
@@ -204,7 +205,8 @@ def test_health_is_answered_while_a_wide_answer_is_written(client: Any, server: 
 
 FIELDS = """prompt messages n temperature top_k top_p seed stop logit_bias speculative stream stream_options logprobs
 max_tokens min_tokens stop_token_ids user echo metadata tools tokens return_token_strs input system thinking text
-tool_choice reasoning stop_sequences max_output_tokens previous_response_id store include output_config"""
+tool_choice reasoning stop_sequences max_output_tokens previous_response_id store include output_config suffix
+input_prefix input_suffix input_extra n_predict response_fields"""
 values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(st.characters(), max_size=4),
     lambda items: st.lists(items, max_size=3) | st.dictionaries(st.text(max_size=4), items, max_size=3),
@@ -214,7 +216,7 @@ bodies = st.dictionaries(st.sampled_from(FIELDS.split()), values, max_size=4)
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
-@given(bodies, st.sampled_from([COMPLETIONS, CHAT, MESSAGES_API, RESPONSES, "/tokenize", "/detokenize"]))
+@given(bodies, st.sampled_from([COMPLETIONS, CHAT, MESSAGES_API, RESPONSES, "/infill", "/tokenize", "/detokenize"]))
 def test_whatever_a_body_holds_it_is_answered(client: Any, body: dict[str, Any], path: str) -> None:
     wanted: dict[str, dict[str, Any]] = {
         COMPLETIONS: {"prompt": "x"},

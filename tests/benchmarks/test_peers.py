@@ -248,7 +248,8 @@ def turns_of(program: str, setting: str, *seconds: float, text: str = "") -> lis
     entry = Entry(Program(program, "file", "", (), (Setting(PLAIN),)), Setting(setting))
     answers = (Answer(text, 10, each, 0.5, 8, 5) for each in seconds)
     return [
-        Turn(entry, repeat, 0, "prose", Batch([answer], answer.seconds), 0.1) for repeat, answer in enumerate(answers)
+        Turn(entry, repeat, 0, "prose", Batch([answer], answer.seconds), 0.1, 7 << 20)
+        for repeat, answer in enumerate(answers)
     ]
 
 

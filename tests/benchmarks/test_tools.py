@@ -29,6 +29,7 @@ from draftwood.models.errors import CheckpointError, ConfigError
 from draftwood.models.layers import EMBEDDING_WEIGHT, HEAD_WEIGHT, network_of
 from draftwood.runtime.bundle.bundle import EngineBundle
 from draftwood.runtime.bundle.fit import refuse_too_large
+from draftwood.runtime.speculation.planning.cost import CostModel, HostCosts, PassCosts
 
 
 def test_a_comparison_of_methods_counts_what_happened(tiny_bundle: Path) -> None:
@@ -36,14 +37,22 @@ def test_a_comparison_of_methods_counts_what_happened(tiny_bundle: Path) -> None
     for budget in BUDGETS:
         for config in make_configurations(budget, [0.6, 0.2, 0.1], head=False).values():
             refuse_too_large(config, bundle)
+    passes, host = PassCosts((1,), (64,), ((1.0,),)), HostCosts(0, 0, 0)
+    costs = CostModel(passes, passes, host, host, {})
     bench = PairBenchmark(bundle, [[1, 5, 9], [1, 7]], max_tokens=6)
     acceptance = bench.acceptance_by_rank(1.0)
     assert len(acceptance) == RANKS and 0 <= sum(acceptance) <= 1
     for config in make_configurations(8, acceptance, head=False).values():
         texts = bench.run(config, 0.6)
         assert [text.num_tokens for text in texts] == [6, 6]
-        row = summarise(texts)
+        row = summarise(texts, ["code", "prose"], costs)
         assert 1 <= row["tokens_per_target_pass"] <= 6 and row["verification_rate"] <= 1
+        assert row["tokens_per_target_pass_by_kind"] == {
+            kind: round(6 / text.target_passes, 3) for kind, text in zip(("code", "prose"), texts, strict=True)
+        }
+        # Every pass costs a second: the measured ratio of both models is 1.
+        expected = 12 / sum(text.target_passes + text.draft_passes for text in texts)
+        assert row["modelled_speed_up"]["measured"] == round(expected, 3)
 
 
 def test_questions_are_taken_from_each_file_at_equal_distances(tmp_path: Path) -> None:

@@ -232,6 +232,13 @@ static void check_passes(struct shape shape, int most, int capacity, int threads
         float *logprobs = malloc((size_t)rows * top * sizeof(float)), *accepted = malloc(rows * sizeof(float));
         struct pass pass = {rows, rows, length, length, columns, top, tokens, positions, outputs, mask, cache, logits,
                             shape.blocks ? accepted : NULL, logprobs, ids};
+        float *given = numbers((size_t)rows * (shape.reads + 1) * shape.hidden);
+        float *states = calloc((size_t)rows * shape.hidden, sizeof *states);
+        for (int row = 0; row < rows; row++) /* of every other pass the states are the draft's own */
+            for (int k = 0; k < (rows % 2 ? shape.reads : 0) * shape.hidden; k++)
+                given[(size_t)row * (shape.reads + 1) * shape.hidden + k] = 0;
+        if (shape.reads) check(draftwood_forward(engine, &pass) == 7, "no states", rows), pass.given = given;
+        pass.states = shape.reads && rows % 3 ? states : NULL;
         int64_t *drawn = malloc(sizeof *drawn), *likely = malloc(sizeof *likely);
         double *sums = malloc((shape.vocab + RUN - 1) / RUN * sizeof *sums), *chances = malloc(sizeof *chances);
         struct draw *draw = malloc(sizeof *draw);
@@ -248,6 +255,7 @@ static void check_passes(struct shape shape, int most, int capacity, int threads
             check(draftwood_forward(engine, &pass) == 4, "a draw of no row", rows);
         }
         pass.drawn = 0;
+        for (int k = 0; pass.states && k < rows * shape.hidden; k++) check(states[k] != 0, "a state", rows);
         free(drawn), free(likely), free(sums), free(chances), free(draw);
         for (int at = 0; at < rows * shape.vocab; at++) check(isfinite(logits[at]), "logits", rows);
         for (int row = 0; row < rows; row++)
@@ -268,7 +276,7 @@ static void check_passes(struct shape shape, int most, int capacity, int threads
             outputs[0] = output;
         }
         free(tokens), free(positions), free(outputs), free(ids), free(mask);
-        free(logits), free(logprobs), free(accepted);
+        free(logits), free(logprobs), free(accepted), free(given), free(states);
     }
     int64_t slots[] = {2, 0, capacity - 1};
     float *before = numbers_of_slots(&cache, shape, slots, 3);
@@ -301,6 +309,7 @@ int main(void) {
         {15, 64, 64, 2, 4, 2, 16, 300, 3, INT6, 8, 1, INT8}, {31, 64, 32, 1, 32, 1, 2, 300, 0, INT5, 1, 0, FP16},
         {33, 34, 18, 2, 6, 2, 18, 300, 0, FP16, 7, 0, INT8}, {15, 64, 64, 2, 4, 2, 16, 300, 0, INT8, 8, 0, FP32},
         {33, 34, 18, 2, 6, 2, 18, 300, 0, FP32, 7, 1, FP32, 19}, {15, 64, 64, 2, 4, 2, 16, 300, 0, INT4, 8, 1, INT8, 1},
+        {33, 34, 18, 2, 6, 2, 18, 300, 0, BF16, 7, 0, FP32, 0, 3}, {15, 64, 64, 1, 4, 2, 16, 300, 0, INT8, 8, 0, FP16, 0, 2},
     };
     for (int at = 0; at < COUNT(shapes); at++)
         for (int threads = 1; threads <= 3; threads++) check_passes(shapes[at], 17, at ? 160 : 16, threads);

@@ -52,6 +52,7 @@ struct shape {
     int pairs, normed; /* pairs: that rotate, in every other layer; normed: whether heads and what layers add are */
     enum format stored; /* keys and values */
     int window; /* of every other layer; with GELU */
+    int reads; /* rows of its target beside each other, if it is a draft that reads them */
 };
 
 static struct cache cache_of(struct shape shape, int capacity) {
@@ -71,7 +72,7 @@ static void free_cache(struct cache cache) {
 static struct model model_of(struct shape shape) {
     struct model model = {shape.vocab, shape.hidden, panels_of(shape.inner) * LANES, shape.layers, shape.heads,
                           shape.kv_heads, shape.head_dim, shape.positions, shape.blocks, shape.window,
-                          shape.window > 0, 1e-5f, 0.5f, 0.25f, 0.5f, 2, 1.5f, 0, 0, 0, 0, {0}, {0}};
+                          shape.window > 0, 0, 1e-5f, 0.5f, 0.25f, 0.5f, 2, 1.5f, 0, 0, 0, 0, {0}, {0}};
     const int query = shape.heads * shape.head_dim, key = shape.kv_heads * shape.head_dim;
     const int whole = panels_of(shape.hidden) * LANES, head = panels_of(shape.head_dim) * LANES;
     model.embedding = matrix_of(shape.vocab, shape.hidden, shape.format, 0);
@@ -83,7 +84,7 @@ static struct model model_of(struct shape shape) {
     for (int index = 0; index < shape.layers; index++)
         layers[index] = (struct layer){numbers(whole), numbers(whole),
                                        shape.normed ? numbers(head) : NULL, shape.normed ? numbers(head) : NULL,
-                                       shape.normed ? numbers(whole) : NULL, shape.normed ? numbers(whole) : NULL,
+                                       shape.normed ? numbers(whole) : NULL, shape.normed ? numbers(whole) : NULL, NULL,
                                        cosine, sine,
                                        matrix_of(query + 2 * key, shape.hidden, shape.format, index % 2),
                                        matrix_of(shape.hidden, query, shape.format, 0),
@@ -92,6 +93,11 @@ static struct model model_of(struct shape shape) {
                                        index % 2 ? 0 : shape.pairs, shape.window && index % 2};
     struct matrix *blocks = malloc(shape.blocks * sizeof *blocks);
     for (int index = 0; index < shape.blocks; index++) blocks[index] = matrix_of(shape.hidden, shape.hidden, FP32, 1);
+    if (shape.reads) {
+        free_matrix(layers->qkv), layers->qkv = matrix_of(query + 2 * key, 2 * shape.hidden, shape.format, 0);
+        layers->token_norm = numbers(whole), layers->norm_first = shape.reads % 2, layers[shape.layers - 1].tap = 1;
+        model.fusion = matrix_of(shape.hidden, shape.reads * shape.hidden, shape.format, 0), model.taps = 1;
+    }
     model.layer = layers, model.block = blocks;
     model.head = matrix_of(shape.vocab, shape.hidden, shape.format, 0);
     return model;
@@ -102,11 +108,11 @@ static void free_model(struct model model) {
         const struct layer *layer = &model.layer[index];
         free((void *)layer->input_norm), free((void *)layer->post_norm);
         free((void *)layer->query_norm), free((void *)layer->key_norm);
-        free((void *)layer->output_norm), free((void *)layer->down_norm);
+        free((void *)layer->output_norm), free((void *)layer->down_norm), free((void *)layer->token_norm);
         if (!index) free((void *)layer->cosine), free((void *)layer->sine);
         free_matrix(layer->qkv), free_matrix(layer->output), free_matrix(layer->gate_up), free_matrix(layer->down);
     }
     for (int index = 0; index < model.blocks; index++) free_matrix(model.block[index]);
     free((void *)model.layer), free((void *)model.block), free_matrix(model.head);
-    free_matrix(model.embedding), free((void *)model.norm), free((void *)model.odds);
+    free_matrix(model.embedding), free_matrix(model.fusion), free((void *)model.norm), free((void *)model.odds);
 }

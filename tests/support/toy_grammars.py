@@ -60,6 +60,16 @@ class ToyGrammar:
             self.work += 1
         return following is not None
 
+    def forced(self) -> list[int]:
+        """Tokens without an alternative, and then guesses: the first of several options, three times at most."""
+        run, state, guesses = list[int](), self._states[-1], 3
+        while state != END and guesses:
+            options = self._table[state]
+            guesses -= len(options) > 1
+            run.append(min(options))
+            state = options[run[-1]]
+        return run
+
     def roll_back(self, count: int) -> None:
         assert 0 < count < len(self._states)
         del self._states[-count:]

@@ -23,7 +23,7 @@ from ....runtime.text.split_patterns import (
     SPACES,
     WORD,
 )
-from ....runtime.text.tokenizer import DEFAULT, SETTINGS, TOKENIZER, Tokenizer
+from ....runtime.text.tokenizer import DEFAULT, INFILL, SETTINGS, TOKENIZER, Tokenizer
 from ....runtime.text.tokenizer_check import text_problems
 from ....runtime.text.tokenizer_worker import is_failure
 from ...sentencepiece import CONTROL, USER_DEFINED, Piece, Pieces, put_around, tokenizer_of
@@ -34,6 +34,7 @@ PREFIX = "tokenizer.ggml."
 BYTE_LEVEL, SENTENCEPIECE = "gpt2", "llama"  # kinds of tokenizers
 NORMAL, UNKNOWN, UNUSED = 1, 2, 5  # token types; the others as SentencePiece's
 SPECIAL = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
+SPECIAL |= {name: name.removesuffix("_token") for name in INFILL}
 SENTENCEPIECE_IDS = {"bos": 1, "eos": 2, "unknown": 0}  # where a file does not name them
 ENDS = ("eos", "eot", "eom")
 END_NAMES = {  # control tokens that end a turn or a text: those of llama.cpp's list that families here have

@@ -3,10 +3,10 @@
 #include "attention.h"
 #include "threads.h"
 
-#define INTERFACE 16 /* of these structures; see library.py */
+#define INTERFACE 17 /* of these structures; see library.py */
 #define STRIDE 128 /* rows of activations are filled up to whole blocks */
 #define PHASES_OF_LAYER 11 /* at most */
-#define PHASES_BESIDE 7 /* and one for each block of the head of SpecDec++ */
+#define PHASES_BESIDE 9 /* and one for each block of the head of SpecDec++ */
 #define SHARES 2 /* of a matrix, for each thread */
 #define MOST_AHEAD (1 << 17) /* bytes of the next matrix that a waiting thread fetches */
 #define PARTS_OF_SCORES 4 /* for each thread, where one unit of attention is computed by several */
@@ -16,20 +16,25 @@
 struct layer {
     const float *input_norm, *post_norm, *query_norm, *key_norm; /* the last two: of each head, or null */
     const float *output_norm, *down_norm; /* or null */
+    const float *token_norm; /* of the first layer of a draft that reads states; else null */
     const float *cosine, *sine; /* [positions][pairs] */
     struct matrix qkv, output, gate_up, down; /* gate_up: panels of gate and up in turn */
     int32_t pairs; /* of numbers of a head that are rotated: 0, or as many as the tables have */
     int32_t local; /* whether rows see no more than the model's window */
+    int32_t tap; /* the place, from 1 on, of the rows after it in a row of states; or 0 */
+    int32_t norm_first; /* whether the normed row replaces the row, before it is added to */
 };
 
-/* blocks, shift, odds, block: of SpecDec++'s head. window: tokens, or 0. gelu: whether it takes SiLU's place. */
+/* blocks, shift, odds, block: of SpecDec++'s head. window: tokens, or 0. gelu: whether it takes SiLU's place. taps: of
+ * all layers. fusion: of a draft that reads states; else without weights. */
 struct model {
-    int32_t vocab, hidden, inner, layers, heads, kv_heads, head_dim, positions, blocks, window, gelu;
+    int32_t vocab, hidden, inner, layers, heads, kv_heads, head_dim, positions, blocks, window, gelu, taps;
     float epsilon, shift, attention_scale, residual_multiplier, logits_multiplier, embedding_multiplier;
     const float *norm, *odds;
     const struct layer *layer;
     const struct matrix *block;
     struct matrix head, embedding; /* one matrix where they are tied */
+    struct matrix fusion;
 };
 
 /* What a token is drawn from. Of the row's softmax at this temperature, where `sums` is not null: sums, their total and
@@ -44,7 +49,8 @@ struct draw {
 };
 
 /* cache: of all layers. acceptance: [outputs] or null; ids, logprobs: [outputs][top] or null. slots: where the rows of
- * the pass go; null: from `start` on. draws: [drawn], of the outputs `draw_outputs`. */
+ * the pass go; null: from `start` on. draws: [drawn], of the outputs `draw_outputs`. given: of a draft that reads states,
+ * [rows][fusion.inputs + hidden]. states: [rows][taps][hidden] or null. */
 struct pass {
     int32_t rows, outputs, length, start, columns, top;
     const int64_t *tokens, *positions, *output_rows;
@@ -55,13 +61,16 @@ struct pass {
     const int64_t *slots, *draw_outputs;
     struct draw *draws;
     int32_t drawn;
+    const float *given;
+    float *states;
 };
 
 struct engine {
     struct model model;
     struct team *team;
     int most_rows, capacity;
-    struct rows hidden, normed, merged, attended, gated;
+    struct rows hidden, normed, merged, attended, gated, fused;
+    int fuses; /* whether a row of this pass has states of the target */
     struct panel_mask mask;
     int *units, num_units; /* of a kv head's attention: the first query of each, and the end */
     int most_queries;      /* of a unit */

@@ -20,11 +20,8 @@ INLINE float share_of(const f32 *squares, int size, float epsilon) {
     return 1.0f / sqrtf(sum / (float)size + epsilon);
 }
 
-/* normed = hidden / rms(hidden) * weight, rounded as `next` multiplies it. */
-static void normalize(const struct model *model, const struct rows *from, int row, const float *weight,
-                      const struct rows *to, int into, const struct matrix *next) {
-    const float *values = from->values + (size_t)row * from->stride;
-    float *result = to->values + (size_t)into * to->stride;
+/* result = values / rms(values) * weight, which may lie in one place. */
+INLINE void norm_row(const struct model *model, const float *values, const float *weight, float *result) {
     f32 squares[PARTS] = {{0}};
     for (int k = 0; k < model->hidden; k += LANES)
 #pragma GCC unroll 4
@@ -35,6 +32,12 @@ static void normalize(const struct model *model, const struct rows *from, int ro
     const float share = share_of(squares, model->hidden, model->epsilon);
     for (int k = 0; k < panels_of(model->hidden) * LANES; k += WIDTH)
         store(result + k, load(values + k) * share * load(weight + k));
+}
+
+/* normed = hidden / rms(hidden) * weight, rounded as `next` multiplies it. */
+static void normalize(const struct model *model, const struct rows *from, int row, const float *weight,
+                      const struct rows *to, int into, const struct matrix *next) {
+    norm_row(model, from->values + (size_t)row * from->stride, weight, to->values + (size_t)into * to->stride);
     round_row(to, into, next);
 }
 
@@ -189,16 +192,48 @@ static void add_product(struct cursor *cursor, const struct matrix *matrix, cons
     else linear(cursor, matrix, from, rows, &engine->hidden, ADD, engine->model.residual_multiplier, NULL);
 }
 
+/* A row of a draft that reads states: its own state, to which the fusion is added; and the normed embedding. */
+static void enter(struct engine *engine, const struct pass *pass, int row) {
+    const struct model *model = &engine->model;
+    const int inputs = model->fusion.inputs;
+    const float *given = pass->given + (size_t)row * (inputs + model->hidden);
+    float *token = engine->normed.values + (size_t)row * engine->normed.stride;
+    memcpy(engine->hidden.values + (size_t)row * engine->hidden.stride, given + inputs, model->hidden * sizeof(float));
+    look_up(&model->embedding, pass->tokens[row], model->hidden, model->embedding_multiplier, token);
+    memset(token + model->hidden, 0, (engine->normed.stride - model->hidden) * sizeof(float));
+    norm_row(model, token, model->layer->token_norm, token);
+    if (!engine->fuses) return;
+    memcpy(engine->fused.values + (size_t)row * engine->fused.stride, given, inputs * sizeof(float));
+    round_row(&engine->fused, row, &model->fusion);
+}
+
+/* The normed state beside the normed embedding. */
+static void join(struct engine *engine, int row) {
+    const struct model *model = &engine->model;
+    float *values = engine->hidden.values + (size_t)row * engine->hidden.stride;
+    float *normed = engine->normed.values + (size_t)row * engine->normed.stride + model->hidden;
+    norm_row(model, values, model->layer->input_norm, normed);
+    if (model->layer->norm_first) memcpy(values, normed, model->hidden * sizeof(float));
+    round_row(&engine->normed, row, &model->layer->qkv);
+}
+
+/* Whether the caller reads the rows after a layer. */
+INLINE int shows(const struct layer *layer, const struct pass *pass) { return layer->tap && pass->states; }
+
 static void transform(struct cursor *cursor, struct engine *engine, const struct pass *pass, float *scores) {
     const struct model *model = &engine->model;
     struct rows *hidden = &engine->hidden, *normed = &engine->normed, *merged = &engine->merged;
+    const int reads = model->fusion.weights != NULL;
     for (int row; (row = claim(cursor, pass->rows)) >= 0;) {
         float *values = hidden->values + (size_t)row * hidden->stride;
-        look_up(&model->embedding, pass->tokens[row], model->hidden, model->embedding_multiplier, values);
+        if (reads) enter(engine, pass, row);
+        else look_up(&model->embedding, pass->tokens[row], model->hidden, model->embedding_multiplier, values);
         memset(values + model->hidden, 0, (hidden->stride - model->hidden) * sizeof(float)); /* no infinity stays */
         pack_mask(&engine->mask, row, pass->mask, pass->length, pass->columns, model->window);
-        normalize(model, hidden, row, model->layer->input_norm, normed, row, &model->layer->qkv);
+        if (!reads) normalize(model, hidden, row, model->layer->input_norm, normed, row, &model->layer->qkv);
     }
+    if (engine->fuses) linear(cursor, &model->fusion, &engine->fused, pass->rows, hidden, ADD, 1, NULL);
+    for (int row; reads && (row = claim(cursor, pass->rows)) >= 0;) join(engine, row);
     for (int once; (once = claim(cursor, 1)) >= 0;) cut(engine, pass->rows);
     for (int index = 0; index < model->layers; index++) {
         const struct layer *layer = &model->layer[index];
@@ -224,8 +259,12 @@ static void transform(struct cursor *cursor, struct engine *engine, const struct
         const int last = index + 1 == model->layers;
         expect(cursor, last ? &model->head : &layer[1].qkv, STORE);
         add_product(cursor, &layer->down, &engine->gated, pass->rows, engine, layer->down_norm != NULL);
-        for (int row; (layer->down_norm || !last) && (row = claim(cursor, pass->rows)) >= 0;) {
+        const int follows = layer->down_norm || !last || shows(layer, pass);
+        for (int row; follows && (row = claim(cursor, pass->rows)) >= 0;) {
             if (layer->down_norm) add_normed(model, normed, row, layer->down_norm, model->residual_multiplier, hidden);
+            if (shows(layer, pass))
+                memcpy(pass->states + ((size_t)row * model->taps + layer->tap - 1) * model->hidden,
+                       hidden->values + (size_t)row * hidden->stride, model->hidden * sizeof(float));
             if (!last) normalize(model, hidden, row, layer[1].input_norm, normed, row, &layer[1].qkv);
         }
     }
@@ -277,8 +316,9 @@ int draftwood_interface(void) { return INTERFACE; }
 
 void draftwood_close(struct engine *engine) {
     if (engine->team) close_team(engine->team);
-    struct rows *all[] = {&engine->hidden, &engine->normed, &engine->merged, &engine->attended, &engine->gated};
-    for (int index = 0; index < 5; index++) free_rows(all[index]);
+    struct rows *all[] = {&engine->hidden,   &engine->normed, &engine->merged,
+                          &engine->attended, &engine->gated,  &engine->fused};
+    for (int index = 0; index < 6; index++) free_rows(all[index]);
     release(engine->mask.bits), release(engine->mask.runs), release(engine->mask.counts), release(engine->units);
     release(engine->mask.nearest);
     release(engine->scores), release(engine->peaks), release(engine->queries), release(engine);
@@ -295,8 +335,10 @@ struct engine *draftwood_open(const struct model *model, int rows, int threads) 
     engine->team = open_team(threads < 1 ? 1 : threads < MOST_THREADS ? threads : MOST_THREADS);
     const int query = model->heads * model->head_dim, key = model->kv_heads * model->head_dim;
     const int halves = model->head.format == BF16 && (HALF_PAIRS || registers_allowed());
+    const int reads = model->fusion.weights != NULL;
     int enough = engine->team && allocate_rows(&engine->hidden, rows, model->hidden, 0);
-    enough = enough && allocate_rows(&engine->normed, rows, model->hidden, halves);
+    enough = enough && allocate_rows(&engine->normed, rows, (reads + 1) * model->hidden, halves);
+    enough = enough && (!reads || allocate_rows(&engine->fused, rows, model->fusion.inputs, halves));
     enough = enough && allocate_rows(&engine->merged, rows, query + 2 * key, 0);
     enough = enough && allocate_rows(&engine->attended, rows, query, halves);
     enough = enough && allocate_rows(&engine->gated, rows, model->inner, halves);
@@ -310,10 +352,20 @@ struct engine *draftwood_open(const struct model *model, int rows, int threads) 
     return NULL;
 }
 
+/* Whether any row's states of the target are others than zeros: without them the fusion adds nothing. */
+static int has_targets_states(const struct model *model, const struct pass *pass) {
+    const int inputs = model->fusion.inputs;
+    for (int row = 0; row < pass->rows; row++)
+        for (int k = 0; k < inputs; k++)
+            if (pass->given[(size_t)row * (inputs + model->hidden) + k] != 0) return 1;
+    return 0;
+}
+
 /* Run a pass; 0, or one of library.py's REFUSALS. The caller has checked that the slots are there. */
 int draftwood_forward(struct engine *engine, const struct pass *pass) {
     const struct model *model = &engine->model;
     if (pass->rows < 1 || pass->rows > engine->most_rows || pass->outputs > pass->rows) return 5;
+    if (model->fusion.weights && !pass->given) return 7;
     for (int row = 0; row < pass->rows; row++) {
         if (pass->tokens[row] < 0 || pass->tokens[row] >= model->vocab) return 2;
         if (pass->positions[row] < 0 || pass->positions[row] >= model->positions) return 3;
@@ -326,6 +378,7 @@ int draftwood_forward(struct engine *engine, const struct pass *pass) {
     pthread_mutex_lock(&engine->team->pass);
     const int enough = make_room(engine, pass->cache.capacity);
     engine->mask.panels = (pass->length + pass->columns + LANES - 1) / LANES;
+    engine->fuses = model->fusion.weights && has_targets_states(model, pass);
     if (enough) together(engine->team, (int)phases_of(model), run, &job);
     pthread_mutex_unlock(&engine->team->pass);
     return !enough;

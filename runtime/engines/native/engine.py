@@ -58,6 +58,7 @@ class Inputs:
 
     def __init__(self, rows: int) -> None:
         self.token_ids, self.position_ids, self.output_rows, self.slots = np.zeros((4, rows), np.int64)
+        self.states: NDArray[np.float32] | None = None  # of the rows of a pass, once somebody reads them
         arrays = (self.token_ids, self.position_ids, self.output_rows, self.slots)
         self.addresses = tuple(map(address, arrays))
 
@@ -67,6 +68,12 @@ class Inputs:
         self.output_rows[:scored] = batch.output_rows[:scored]
         if batch.slots is not None:
             self.slots[:rows] = batch.slots
+
+    def states_of(self, spec: EngineSpec) -> NDArray[np.float32]:
+        """The buffer for states, which most caches never need."""
+        if self.states is None:
+            self.states = np.zeros((len(self.token_ids), spec.model.state_size), np.float32)
+        return self.states
 
 
 class NativeKVCache(GrowingKVCache):
@@ -162,6 +169,8 @@ class NativeEngine(Runner):
         HEAD.pack_into(call, 0, rows, scored, cache.length, start, columns)
         call.mask, call.drawn = address(mask), 0
         call.slots = None if batch.slots is None else cache.inputs.addresses[-1]
+        states = cache.inputs.states_of(self.spec) if batch.states_read else None
+        call.states, call.given = address(states), address(batch.states)
         settings = batch.settings[:scored]
         softmaxes = prepared.ask(settings, call) if any(settings) else ()
         with self._lock:
@@ -171,7 +180,8 @@ class NativeEngine(Runner):
                 raise refused(refusal)
         cache.speculative = cache.speculative + rows if batch.slots is None else columns
         # `_replace` would take five times as long.
-        return ForwardOutput(output.logits, output.top_ids, output.top_logprobs, output.acceptance, softmaxes)
+        found = (output.logits, output.top_ids, output.top_logprobs, output.acceptance)
+        return ForwardOutput(*found, softmaxes, None if states is None else states[:rows])
 
     def close(self) -> None:
         with self._lock:
@@ -248,9 +258,12 @@ def native_model(spec: EngineSpec, weights: dict[str, NDArray[Any]]) -> Model:
             parts.key_norm,
             parts.output_norm,
             parts.down_norm,
+            parts.token_norm,
         )
         tables = (address(weights[name]) for name in ROPE[parts.local])
-        shape = parts.rotary_size // 2, parts.window is not None
+        after = network.layers.index(parts) + 1
+        tap = network.taps.index(after) + 1 if after in network.taps else 0
+        shape = parts.rotary_size // 2, parts.window is not None, tap, parts.norm_first
         return Layer(*map(norm, norms), *tables, *map(described, parts.matrices), *shape)
 
     decoder = (Layer * model.num_layers)(*map(layer, network.layers))
@@ -270,6 +283,7 @@ def native_model(spec: EngineSpec, weights: dict[str, NDArray[Any]]) -> Model:
         len(blocks),
         model.variant.window or 0,
         model.variant.gelu,
+        len(network.taps),
         model.norm_eps,
         float(weights[f"{ACCEPTANCE}shift"][0]) if headed else 0.0,
         network.layers[0].attention_scale,
@@ -282,4 +296,5 @@ def native_model(spec: EngineSpec, weights: dict[str, NDArray[Any]]) -> Model:
         (Matrix * len(blocks))(*blocks),
         described(network.head),
         described(network.head if model.tie_embeddings else network.embedding),
+        Matrix() if network.fusion is None else described(network.fusion),
     )

@@ -103,6 +103,8 @@ def expected_tensors(
     for local in tables_of(network):
         for table in ROPE[local]:
             yield table, Stored("F32", (positions, config.rotary_size // 2))
+    if network.fusion is not None:
+        yield from matrix(network.fusion)
     for layer in network.layers:
         for norm in layer.norms:
             yield norm.name, vector(norm.size)

@@ -59,7 +59,8 @@ class DeviceMemory:
         """Memory for the outputs of so many rows that no caller reads. Passes share it."""
         rows = max(rows, self.spec.max_width)
         if rows not in self._unread:
-            layout = Layout.of(bindings.outputs(self.spec.outputs), self.spec, PassShape(0, 0, rows))
+            shape = PassShape(self.spec.pass_widths[-1], 0, rows)
+            layout = Layout.of(bindings.outputs(self.spec.outputs), self.spec, shape)
             self._unread[rows] = layout, self.allocate((layout.nbytes,), np.dtype(np.uint8))
         return self._unread[rows]
 
@@ -156,7 +157,8 @@ class DevicePass:
     def __init__(self, memory: DeviceMemory, session: Any, cache: Any, shape: PassShape, read: Sequence[str]) -> None:
         """read: names of the outputs that come to the host."""
         capacity, spec = int(cache.shape()[2]), memory.spec
-        inputs = Layout.of(bindings.inputs(bindings.ADDITIVE), spec, shape, capacity)
+        items = bindings.inputs(bindings.ADDITIVE, spec.model.reads is not None)
+        inputs = Layout.of(items, spec, shape, capacity)
         self._host = np.zeros(inputs.nbytes, np.uint8)
         self.feeds = inputs.views(self._host)
         self._block = memory.allocate((inputs.nbytes,), self._host.dtype)
@@ -199,7 +201,8 @@ class DevicePass:
 
 def outputs_read(batch: TokenBatch, names: Sequence[str]) -> tuple[str, ...]:
     """The outputs that the caller of a pass reads, among these."""
-    if batch.cache_only:
-        return ()
     ranked = batch.ranking_only and bindings.TOP_IDS.name in names
-    return tuple(name for name in names if not (ranked and name == bindings.LOGITS.name))
+    unread = {bindings.LOGITS.name} if ranked else set()
+    unread |= set() if batch.states_read else {bindings.STATES.name}
+    unread |= {name for name in names if name != bindings.STATES.name} if batch.cache_only else set()
+    return tuple(name for name in names if name not in unread)

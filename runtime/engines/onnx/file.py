@@ -20,9 +20,9 @@ from ..base import EngineSpec
 
 OPERATORS = frozenset(
     (
-        *("Add", "Attention", "Cast", "CumSum", "DequantizeLinear", "Equal", "Gather", "LessOrEqual", "LogSoftmax"),
-        *("MatMul", "Mul", "RMSNormalization", "Reshape", "RotaryEmbedding", "Sigmoid", "Split", "Squeeze"),
-        *("TensorScatter", "TopK", "Transpose", "Where"),
+        *("Add", "Attention", "Cast", "Concat", "CumSum", "DequantizeLinear", "Equal", "Gather", "LessOrEqual"),
+        *("LogSoftmax", "MatMul", "Mul", "RMSNormalization", "Reshape", "RotaryEmbedding", "Sigmoid", "Split"),
+        *("Squeeze", "TensorScatter", "TopK", "Transpose", "Where"),
     )
 )
 OWN_DOMAIN = (b"", b"ai.onnx")
@@ -84,12 +84,12 @@ def expected_tensors(spec: EngineSpec) -> tuple[dict[str, TensorType], dict[str,
     """The inputs and outputs of a graph in the additive form."""
     model = spec.model
     sizes = {"1": 1, "V": model.num_logits, "K": bindings.top_columns(model.num_logits)}
-    sizes |= {"H_kv": model.num_kv_heads, "D": model.head_dim}
+    sizes |= {"H_kv": model.num_kv_heads, "D": model.head_dim, "I": model.state_inputs, "O": model.state_size}
 
     def tensor(binding: Binding) -> TensorType:
         return TensorType(ELEMENTS[binding.dtype], tuple(sizes.get(axis) for axis in binding.shape))
 
-    feeds = {item.name: tensor(item) for item in bindings.inputs(ADDITIVE)}
+    feeds = {item.name: tensor(item) for item in bindings.inputs(ADDITIVE, model.reads is not None)}
     results = {item.name: tensor(item) for item in bindings.outputs(spec.outputs)}
     for layer in range(model.num_layers):
         for kind in bindings.KINDS:

@@ -187,7 +187,9 @@ class OnnxRuntimeEngine(Runner):
         with self._errors():
             bound.run(session)
         cache.speculative += batch.num_tokens
-        return bound.output
+        states = bound.output.states
+        shown = states[: batch.num_tokens] if states is not None and batch.states_read else None
+        return bound.output if states is None else bound.output._replace(states=shown)
 
     @contextmanager
     def _errors(self) -> Iterator[None]:
@@ -222,7 +224,8 @@ class OnnxRuntimeEngine(Runner):
             bind(item.name, value)
             return array
 
-        feeds = {item.name: buffer(item, binding.bind_ortvalue_input) for item in bindings.inputs(self.form)}
+        inputs = bindings.inputs(self.form, self.spec.model.reads is not None)
+        feeds = {item.name: buffer(item, binding.bind_ortvalue_input) for item in inputs}
         for layer in range(self.spec.model.num_layers):
             for offset, kind in enumerate(bindings.KINDS):
                 value = cache[2 * layer + offset]

@@ -98,8 +98,9 @@ def scratch_bytes(spec: EngineSpec) -> int:
 
 def buffer_bytes(spec: EngineSpec) -> int:
     """The bytes that passes need regardless of the number of slots: logits for every width, twice because sampling
-    makes a copy of them."""
-    return 2 * 4 * spec.model.num_logits * sum(spec.widths)
+    makes a copy of them; and states."""
+    states = (spec.model.state_size + spec.model.state_inputs) * sum(spec.pass_widths)
+    return 4 * (2 * spec.model.num_logits * sum(spec.widths) + states)
 
 
 def limit_arenas() -> None:

@@ -104,8 +104,8 @@ class PooledEngine(Engine):
         only passes over a chunk of text; every output row of a tree is read."""
         batch, cache = work.batch, check_cache(work.cache, PooledKVCache)
         unread = batch.num_tokens - work.output_read if len(batch.output_rows) == 1 else 0
-        if self.prefixes is None or not unread:
-            return work
+        if self.prefixes is None or not unread or (batch.states_read and not work.output_read):
+            return work  # a cache holds no states
         before = cache.last if cache.last >= 0 else self.prefixes.empty_text(cache.salt)
         known = self.prefixes.find(before, batch.token_ids[:unread].tolist())
         if not known:
@@ -131,8 +131,8 @@ class PooledEngine(Engine):
                 )
             caches.append(each.cache)
             counts.append(each.batch.num_tokens)
-        rows = sum(counts)
-        width = len(passes[0].batch.mask) if len(passes) == 1 else self.spec.width_for(rows)
+        total = sum(counts)
+        width = len(passes[0].batch.mask) if len(passes) == 1 else self.spec.width_for(total)
         # At most so many slots are new: each sequence may leave the rest of a panel unused.
         new = width + len(passes) * (PANEL - 1)
         if not self._storage.speculative + new <= self._storage.capacity <= self._few:
@@ -143,13 +143,17 @@ class PooledEngine(Engine):
         output = self._engine.score(batch, self._storage)
         if self.prefixes is not None:
             every = placed.slots[0] if len(passes) == 1 else np.concatenate(placed.slots)
-            self.prefixes.record(every, batch.token_ids[:rows], batch.position_ids[:rows])
+            self.prefixes.record(every, batch.token_ids[:total], batch.position_ids[:total])
         for cache, slots, run in zip(caches, placed.slots, placed.runs, strict=True):
             cache.append(slots)
             cache.run = run
         if len(passes) > 1 or caches[0] is not self._newest:
             self._newest, self._first = caches[-1], int(placed.slots[-1][0])
-        return [output] if len(passes) == 1 else [output.part(part) for part in parts]
+        if len(passes) == 1:
+            return [output]
+        ends = np.cumsum(counts).tolist()
+        rows = [slice(end - count, end) for end, count in zip(ends, counts, strict=True)]
+        return [output.part(*each) for each in zip(parts, rows, strict=True)]
 
     def _joined(
         self, passes: Sequence[Pass], caches: Sequence[PooledKVCache], placed: Placement, width: int
@@ -193,7 +197,9 @@ class PooledEngine(Engine):
         if self._storage.places:
             every = placed.slots[0] if len(passes) == 1 else np.concatenate(placed.slots)
         joined = (token_ids, position_ids, mask, output_rows, first, ranking_only, not read, every, tuple(settings))
-        return TokenBatch(*joined), parts
+        states = [each.batch.states for each in passes if each.batch.states is not None]
+        given = (np.concatenate(states) if len(states) > 1 else states[0]) if states else None
+        return TokenBatch(*joined, given, any(each.batch.states_read for each in passes)), parts
 
     def move(self, rows: NDArray[np.int64], slots: NDArray[np.int64]) -> bool:
         """Move rows of one pass to other slots of it, which follow each other, where memory allows it."""

@@ -17,7 +17,7 @@ from .errors import MAX_SHOWN, RETRY_SECONDS, Refusal
 from .fair import FairLimit, Held
 from .hosts import AllowedHosts
 
-GUARDED = ("/v1/", "/tokenize", "/detokenize")
+GUARDED = ("/v1/", "/infill", "/tokenize", "/detokenize")
 HEALTH = ("/health", "/health/ready")  # allowed for every host name, because these answers contain no secrets
 REQUEST_ID = "x-request-id"
 MAX_REQUEST_ID = 128

@@ -23,7 +23,6 @@ from ..json_text import pieces
 from .bodies import StreamOptions
 from .formats import AnswerFormat, Part
 
-DONE = b"data: [DONE]\n\n"
 MAX_LOGPROBS = 1 << 18  # log-probabilities of an answer, see streams.LOGPROB_BYTES
 
 
@@ -61,10 +60,11 @@ class Choice:
 
 
 class Answer:
-    """Collects one answer, which is sent whole or as events."""
+    """Collects one answer, which is sent whole or as events. done: the last event."""
 
     prefix = ""  # of ids, instead of the format's
     keeps = False  # whether it keeps its chunks where it is sent as events
+    done = b"data: [DONE]\n\n"
 
     def __init__(
         self,
@@ -118,12 +118,12 @@ class Answer:
         """The events at the end."""
         if self._options.include_usage:
             yield event(self.last())
-        yield DONE
+        yield self.done
 
     def failed(self, error: Exception) -> Iterator[bytes]:
         """The events after an error, at the end."""
         yield b"data: " + refusal_of(error).body + b"\n\n"
-        yield DONE
+        yield self.done
 
     def _accounted(self, chunk: dict[str, Any]) -> bytes:
         if self._options.include_usage:

@@ -21,11 +21,12 @@ from ...sampling.params import SamplingParams
 from ...sampling.thought import Thought
 from ...speculation.config import SpeculativeConfig
 from ...structured.grammars import Prepared
+from ...text.infill import Infill, Infilling
 from ...text.token_texts import TokenTexts
 from ..http.errors import UnknownModel
 from ..waiting import TimeLimit, while_connected
 from .answers import Answer, as_json, check_log_probabilities
-from .bodies import COMPLETION_TOKENS, ChatBody, CompletionBody, GenerationBody
+from .bodies import ChatBody, CompletionBody, GenerationBody
 from .content import ContentForm
 from .formats import AnswerFormat, ChatFormat, CompletionFormat
 from .streams import Numbered, merged
@@ -109,13 +110,17 @@ class OpenAIApi:
             content = ContentForm(self._thought(body, prompts[0]), use, body.include_reasoning)
             shown = content._replace(thought=None) if body.stream_options.include_pieces else content
             echoes, format = [body.echoed], ChatFormat(self._texts, body.logprobs, shown)
-            default = min(most_tokens or self._max_length, self.async_llm.max_tokens_behind(prompts[0]))
+            default = min(most_tokens or self._max_length, self._room(prompts[0]))
         else:
             reading = (self.async_llm.encode(each, client) for each in body.prompts)
             prompts = [await self.while_connected(request, each, limit) for each in reading]
             echoes = [await self._echo(prompt, client) if body.echo else None for prompt in body.prompts]
-            format, default = CompletionFormat(self._texts, body.logprobs is not None), COMPLETION_TOKENS
+            format, room = CompletionFormat(self._texts, body.logprobs is not None), self._room(prompts[0])
+            default = room if body.default_tokens is None else body.default_tokens
         params = self._with_marks(body.sampling_params(default), content)
+        if isinstance(body, CompletionBody) and any(isinstance(each, Infill) for each in body.prompts):
+            ends = Infilling(self._llm.tokenizer).ends
+            params = replace(params, stop_token_ids=tuple(dict.fromkeys((*params.stop_token_ids, *ends))))
         check_log_probabilities(params, body.num_choices, [len(prompt) for prompt in prompts], self._max_length)
         request.state.params = params
         prepared = await self.while_connected(request, self.async_llm.prepare(params, client), limit)
@@ -163,9 +168,14 @@ class OpenAIApi:
             )
         return self._llm.resolved(body.speculation())
 
-    async def _echo(self, prompt: Prompt, client: str) -> str:
+    def _room(self, prompt: Sequence[int]) -> int:
+        """The most tokens behind a prompt."""
+        return min(self._max_length, self.async_llm.max_tokens_behind(prompt))
+
+    async def _echo(self, prompt: Prompt | Infill, client: str) -> str:
         if isinstance(prompt, str):
             return prompt
+        assert not isinstance(prompt, Infill), "CompletionBody.check refuses it"
         return await self.async_llm.texts.compute(lambda _: self._llm.tokenizer.decode(prompt), len(prompt), client)
 
     async def answer(

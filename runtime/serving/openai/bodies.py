@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import fields
-from typing import Annotated, Any, Literal, cast
+from typing import Annotated, Any, ClassVar, Literal, cast
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator
 from pydantic_core import PydanticKnownError
@@ -17,6 +17,7 @@ from ...sampling.params import LARGEST_COUNT, MAX_LOGPROBS, SamplingParams
 from ...speculation.bounds import check_bounds
 from ...speculation.config import SpeculativeConfig
 from ...text.conversation import MAX_MESSAGES, ChatSettings, Role, text_of
+from ...text.infill import Infill
 from ...text.tools import MAX_TOOLS
 from ..body import Body, SamplingBody, Strict, TokenIds, User
 from .tool_use import Tool, ToolChoice, Tools
@@ -184,7 +185,9 @@ class CompletionBody(GenerationBody):
 
     ignored = IGNORED | {"include_reasoning"}
     neutral = {**NEUTRAL, "add_special_tokens": (True,)}  # noqa: RUF012 - as the base class declares it
+    default_tokens: ClassVar[int | None] = COMPLETION_TOKENS  # None: as many as there is room for
 
+    suffix: str = Field("", description="the text stands between the prompt and this, for models that infill")
     prompt: (
         str
         | TokenIds
@@ -221,12 +224,15 @@ class CompletionBody(GenerationBody):
         return max(self.best_of or 1, self.n)
 
     @property
-    def prompts(self) -> list[Prompt]:
+    def prompts(self) -> list[Prompt | Infill]:
         prompt = cast(Prompt | list[Prompt], self.prompt)
-        return cast(list[Prompt], prompt) if prompt and is_batch(prompt) else [cast(Prompt, prompt)]
+        prompts = cast(list[Prompt], prompt) if prompt and is_batch(prompt) else [cast(Prompt, prompt)]
+        return [Infill(each, self.suffix) if self.suffix and isinstance(each, str) else each for each in prompts]
 
     def check(self) -> None:
         super().check()
+        if self.suffix and (self.echo or not all(isinstance(prompt, Infill) for prompt in self.prompts)):
+            raise RequestError("suffix is for a prompt of text, without echo: leave one of them out")
         if self.best_of is not None and self.best_of < self.n:
             raise RequestError(f"best_of must be at least n, which is {self.n}, not {self.best_of}")
         if self.echo and None not in (self.logprobs, self.prompt_logprobs) and self.logprobs != self.prompt_logprobs:

@@ -10,8 +10,7 @@ from fastapi.responses import Response
 from pydantic import Field
 
 from ....models.errors import RequestError
-from ...engines.shared.memory import check_text_memory
-from ...prompt import too_long_error
+from ...prompt import encode_text, too_long_error
 from ...text.chat_prompt import write_conversation
 from ...text.conversation import ChatSettings
 from ...text.tokenizer import token_texts
@@ -91,11 +90,8 @@ class TokensApi:
         return await self._texts.compute(lambda given_up: self._tokens(text, body, given_up), len(text), client)
 
     def _tokens(self, text: str, body: TokenizeBody, given_up: Event) -> Response:
-        if (least := self._tokenizer.fewest_tokens(text)) >= self._max_length:
-            raise too_long_error(f"at least {least}", self._max_length)
-        check_text_memory(text)
         special = body.messages is None and body.add_special_tokens
-        tokens = self._tokenizer.encode(text, special, given_up)
+        tokens = encode_text(self._tokenizer, text, self._max_length, special, given_up)
         content: dict[str, Any] = {"count": len(tokens), "max_model_len": self._max_length, "tokens": tokens}
         if body.return_token_strs:
             content["token_strs"] = list(map(self._text_of, tokens))

@@ -40,11 +40,16 @@ class TokenTree:
         return len(self.token_ids)
 
     def to_batch(
-        self, spec: EngineSpec, committed: int, ranking_only: bool = False, settings: SoftmaxSettings | None = None
+        self,
+        spec: EngineSpec,
+        committed: int,
+        ranking_only: bool = False,
+        settings: SoftmaxSettings | None = None,
+        states_read: bool = False,
     ) -> TokenBatch:
-        """The pass that scores every row after `committed` cache rows; ranking_only: see TokenBatch. settings: what
-        verification needs of a row's softmax. The pass computes it on the path of first children, with which most
-        verifiers begin; the host computes it for any other row."""
+        """The pass that scores every row after `committed` cache rows; ranking_only, states_read: see TokenBatch.
+        settings: what verification needs of a row's softmax. The pass computes it on the path of first children, with
+        which most verifiers begin; the host computes it for any other row."""
         rows = len(self.token_ids)
         on_path: tuple[SoftmaxSettings | None, ...] = ()
         if self.parents == tuple(range(-1, rows - 1)):  # a chain, or the root alone
@@ -53,9 +58,8 @@ class TokenTree:
         else:
             mask, positions = self._mask(), committed + np.asarray(self.depths)
             on_path = () if settings is None else self._on_first_path(settings)
-        return TokenBatch.pad(
-            self.token_ids, positions, mask, spec.width_for(rows), ranking_only=ranking_only, settings=on_path
-        )
+        width, ids = spec.width_for(rows), self.token_ids
+        return TokenBatch.pad(ids, positions, mask, width, False, ranking_only, on_path, states_read=states_read)
 
     def _mask(self) -> NDArray[np.bool_]:
         """[rows, rows]: a row attends to the rows of its parent, and to itself."""

@@ -17,7 +17,7 @@ class PromptLookup:
 
     def __init__(self, ngrams: Sequence[int], length: int) -> None:
         """ngrams: lengths, those first that a lookup prefers. length: most tokens of a lookup."""
-        self._length = length
+        self.length = length
         self._indexed = 0
         # For every length: n-gram -> position after its last earlier occurrence
         self._ends: dict[int, dict[tuple[int, ...], int]] = {ngram: {} for ngram in ngrams}
@@ -32,7 +32,7 @@ class PromptLookup:
         for ngram, ends in self._ends.items():
             found = ends.get(tuple(text[-ngram:]))
             if found is not None:
-                return Match(ngram, list(text[found : found + self._length]))
+                return Match(ngram, list(text[found : found + self.length]))
         return NO_MATCH
 
 

@@ -127,17 +127,22 @@ class Prices(NamedTuple):
     draft_alone: tuple[float, ...]
     # By which 0, 1, ... further rows make a shared pass of plain rows longer.
     longer: tuple[float, ...]
+    # The same where every request has so many, of which this one pays its part.
+    even: tuple[float, ...]
 
 
 @lru_cache(maxsize=512)
 def prices_of(costs: Costs, most: int, drafts: bool) -> Prices:
     """most: further rows. drafts: whether there are draft passes."""
     number = costs.batch_size
-    passes = costs.target.shared(np.arange(number, number + 1 + most), costs.context, number)
+    further = np.arange(1 + most)
+    passes = costs.target.shared(number + further, costs.context, number)
+    even = costs.target.shared(number * (1 + further), costs.context, number) / number
     alone = (0.0,)
     if costs.draft is not None and drafts:
         alone = tuple(costs.draft.shared(np.arange(1, costs.draft.widths[-1] + 1), costs.read, number).tolist())
-    return Prices(float(passes[0]) / number, alone, tuple((passes - passes[0]).tolist()))
+    longer, even = ((each - each[0]).tolist() for each in (passes, even))
+    return Prices(float(passes[0]) / number, alone, tuple(longer), tuple(even))
 
 
 @lru_cache(maxsize=512)

@@ -22,10 +22,12 @@ from draftwood.runtime.decoding.round import Round
 from draftwood.runtime.decoding.stats import SpecDecodeStats
 from draftwood.runtime.sampling.constraint import PathMasks
 from draftwood.runtime.sampling.params import SamplingParams
-from draftwood.runtime.sampling.random import seeded_streams
-from draftwood.runtime.sampling.sampler import Sampler
+from draftwood.runtime.sampling.random import RandomStreams, seeded_streams
+from draftwood.runtime.sampling.sampler import Sampler, ScoredRows
 from draftwood.runtime.sampling.thought import Thought, ThoughtConstraint
-from draftwood.runtime.speculation.config import LOSSLESS, SpeculativeConfig
+from draftwood.runtime.speculation.config import LOSSLESS, SpeculativeConfig, rules_of
+from draftwood.runtime.speculation.graph.token_tree import TokenTree
+from draftwood.runtime.speculation.verifier import VERIFIERS, Acceptance
 
 SETTINGS = {
     "plain": SamplingParams(max_tokens=3),
@@ -43,6 +45,9 @@ BEST = [(name, LOSSLESS[speculative(name, "auto").proposal][0]) for name in FEW]
 CASES = [(*legal, "brackets", "plain") for legal in LEGAL]
 CASES += [(*legal, grammar, "plain") for legal, grammar in product(BEST, TABLES) if grammar != "brackets"]
 CASES += [(*legal, "brackets", setting) for legal, setting in product(BEST, SETTINGS) if setting != "plain"]
+LOOKING_UP = [legal for legal in LEGAL if "lookup" in legal[0]]  # these propose what the grammar forces, too
+CASES += [(*legal, grammar, "plain") for legal, grammar in product(LOOKING_UP, TABLES) if grammar != "brackets"]
+CASES += [("lookup", "match", "three", setting) for setting in SETTINGS if setting != "plain"]
 MORE = [
     pytest.param(*legal, grammar, setting, marks=FULL)
     for legal, grammar, setting in product(LEGAL, TABLES, ("plain", "penalties"))
@@ -115,6 +120,23 @@ def test_a_mask_that_is_forgotten_on_one_node_is_detected(grower: str, monkeypat
     expected = decode(target, None, None)
     monkeypatch.setattr("draftwood.runtime.sampling.processing.PathMasks", OneUnmasked)
     assert total_variation(decode(target, draft, speculative(grower, "auto")), expected) > 0.01
+
+
+@pytest.mark.parametrize("grammar", ["three", "one of a kind"])
+def test_a_run_that_is_accepted_unseen_is_detected(grammar: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another negative control: where the grammar leaves a choice, its usual continuation is not the model's."""
+
+    def unseen(tree: TokenTree, target: ScoredRows, streams: RandomStreams) -> Acceptance:
+        path = list(tree.token_ids[1:])
+        return Acceptance(list(range(1, len(tree))), target.choose(len(path), path, streams.target))
+
+    target, _ = pair(0, 3)
+    decode = partial(decoded, params=SETTINGS["plain"], constraint=partial(ToyGrammar, grammar), eos=(EOS,))
+    expected = decode(target, None, None)
+    rules_of.cache_clear()
+    monkeypatch.setitem(VERIFIERS, "match", unseen)
+    assert total_variation(decode(target, None, speculative("lookup", "match")), expected) > 0.01
+    rules_of.cache_clear()
 
 
 def test_masking_the_target_alone_after_the_draw_is_detected() -> None:
@@ -220,6 +242,10 @@ def test_a_thought_ends_at_its_budget_and_the_form_begins_behind_it(
             expected = may_follow(text[:-1], begun, budget, form)
             allowed = masks.after(text[:-1])
             assert allowed is not None and set(allowed.nonzero()[0].tolist()) == expected
+            walked = thoughts(begun, budget, form)
+            assert all(map(walked.advance, text[:-1])) and set(walked.forced()[:1]) <= expected
+            if (begun or text[0] == 0 != len(text) - 1) and 1 not in text[:-1] and expected == {1}:
+                assert walked.forced() == [1], "the end of a thought whose budget is spent"
     target, draft = pair(0, 3)
     decode = partial(decoded, params=SETTINGS["plain"], constraint=partial(thoughts, begun, budget, form), eos=(EOS,))
     plain = decode(target, None, None)

@@ -130,6 +130,24 @@ def longest_pauses(milliseconds: float | None, texts: int, prompts: int) -> tupl
     return max(running.pauses[number] for number in range(texts)), running.found
 
 
+@pytest.mark.parametrize("others", [0, 3])
+def test_a_draft_reads_no_prompt_of_texts_that_came_together(others: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They come while the first one's prompt is read. Four are faster without a draft, one alone is not."""
+    running, config = Texts(COSTS, None), SpeculativeConfig("chain", max_draft_len=2)
+    target, draft = running.engines
+    score = target.score
+
+    def score_meanwhile(batch: TokenBatch, cache: KVCache) -> ForwardOutput:
+        while len(running.found) <= others:
+            running.add(40, greedy(40), config)
+        return score(batch, cache)
+
+    monkeypatch.setattr(target, "score", score_meanwhile)
+    running.add(40, greedy(40), config)
+    running.run()
+    assert (draft.rows == 0) == (others > 0)
+
+
 @pytest.mark.parametrize(("milliseconds", "texts", "prompts"), [(50, 1, 6), (50, 8, 6), (120, 3, 10), (25, 20, 2)])
 def test_texts_wait_for_prompts_no_longer_than_they_should(milliseconds: float, texts: int, prompts: int) -> None:
     own = COSTS.target.at(texts, 0)

@@ -35,6 +35,7 @@ CONFIGS = {
     "k-ary": SpeculativeConfig("k-ary", branching=(2, 2, 1), budget="fixed"),
     "topk, gsd": SpeculativeConfig("topk", merge="gsd", merge_ngram=1, max_draft_len=6, budget="fixed"),
     "by cost": SpeculativeConfig(),
+    "lookup": SpeculativeConfig("lookup", budget="fixed"),
 }
 
 

@@ -174,10 +174,10 @@ def test_onnx_runtime_tells_nobody_what_it_runs(tmp_path: Path) -> None:
 
 
 def test_the_operators_are_those_of_builds(demo_bundle: Path, tiny_bundle: Path) -> None:
-    """Cast is of graphs in 16 bits, Split and Squeeze of several heads, four others of windows."""
+    """Cast is of graphs in 16 bits, Concat of states, Split and Squeeze of several heads, four others of windows."""
     used = set()
     for bundle in (demo_bundle, tiny_bundle):
         for file in bundle.glob("*.onnx"):
             used |= {node.op_type for node in onnx.load(file, load_external_data=False).graph.node}
     assert used <= OPERATORS
-    assert OPERATORS - used <= {"Cast", "DequantizeLinear", "Mul", "CumSum", "Equal", "LessOrEqual", "Where"}
+    assert OPERATORS - used <= {"Cast", "Concat", "DequantizeLinear", "Mul", "CumSum", "Equal", "LessOrEqual", "Where"}

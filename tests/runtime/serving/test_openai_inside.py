@@ -60,7 +60,7 @@ def test_a_kept_grammar_is_tried_beside_the_event_loop(llm: LLM, monkeypatch: py
         tried.append((form, current_thread() is main_thread()))
         return kept
 
-    kept, form = Grammar(SimpleNamespace(), 1, np.zeros(0, np.int64), 0), StructuredOutput(regex="a")  # type: ignore[arg-type]
+    kept, form = Grammar(SimpleNamespace(), SimpleNamespace(), 1, np.zeros(0, np.int64), 0), StructuredOutput(regex="a")  # type: ignore[arg-type]
     monkeypatch.setattr(llm.grammars, "find", find)
     with AsyncLLM(llm) as async_llm:
         prepared = asyncio.run(async_llm.prepare(SamplingParams(structured=form)))

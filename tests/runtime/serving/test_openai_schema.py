@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
-from serving import served, with_chat_template
+from serving import served
 
 schemathesis = pytest.importorskip("schemathesis", reason="needs schemathesis")
 from schemathesis import GenerationMode  # noqa: E402 - only where it is installed
@@ -22,6 +22,7 @@ WRITTEN = (
     "/v1/chat/completions",
     "/v1/completions/explain",
     "/v1/chat/completions/explain",
+    "/infill",
     "/v1/messages",
     "/v1/messages/count_tokens",
     "/v1/responses",
@@ -33,10 +34,9 @@ READ = ("/v1/models", "/v1/models/{name}", "/health", "/health/ready", "/metrics
 
 
 @pytest.fixture(scope="module")
-def document(tiny_bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+def document(chat_bundle: Path) -> Iterator[Any]:
     """The document of a server whose model is called "0"; generated bodies are made to name it."""
-    bundle = with_chat_template(tiny_bundle, tmp_path_factory.mktemp("schema"))
-    with served(bundle, "--served-model-name", "0") as running:
+    with served(chat_bundle, "--served-model-name", "0") as running:
         yield schemathesis.openapi.from_url(f"{running.root}/openapi.json", wait_for_schema=5)
 
 
