@@ -155,8 +155,7 @@ class LLM:
         (params,) = params_of(params, 1, self.get_default_sampling_params)
         if params.n != 1:
             raise RequestError(f"a stream has one text, and n is {params.n}: leave n out, or call LLM.generate")
-        config = self.resolved(speculative)
-        tokens = self.encode(prompt)
+        config, tokens = self.resolved(speculative), self.encode(prompt)
         sampler = self.sampler(params, tokens, prepared)
         manifest, stats = self.bundle.manifest, SpecDecodeStats()
         decoder = SpeculativeDecoder(
@@ -223,10 +222,9 @@ class LLM:
         other arguments are those of ChatSettings. tools: the chat template tells the model of them; calls are part of
         the text. Raises RequestError without a chat template, and for an invalid conversation."""
         given = messages if is_conversations(messages) else [cast(Conversation, messages)]
-        continuing = (add_generation_prompt, continue_final_message)
-        settings = ChatSettings(*continuing, template_kwargs=chat_template_kwargs or {}, tools=tools or ())
+        settings = ChatSettings(add_generation_prompt, continue_final_message, chat_template_kwargs or {}, tools or ())
         texts = [self.write_chat(each, settings=settings) for each in given]
-        encoded = list(map(self.encode_written, texts))
+        encoded = [self.encode_written(text) for text in texts]
         return complete(self, texts, encoded, sampling_params, use_tqdm, speculative=speculative)
 
     def get_default_sampling_params(self) -> SamplingParams:
@@ -310,8 +308,12 @@ class LLM:
 
     def close(self) -> None:
         """Close the engines, and end the processes of chat template and grammars."""
-        for each in (self.tokenizer, self.grammars, *self._idle, *self._engines):
-            each.close()
+        self.tokenizer.close()
+        self.grammars.close()
+        for scheduler in self._idle:
+            scheduler.close()
+        for engine in self._engines:
+            engine.close()
 
     def __enter__(self) -> LLM:
         return self
