@@ -60,7 +60,7 @@ def timed(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[str, int, int]
     """Passes take what a function says of a role, the tokens before, and rows."""
 
     def patch(seconds: Callable[[str, int, int], float]) -> None:
-        monkeypatch.setattr(PASS, lambda engine, cache, rows: seconds(engine.spec.role, cache.length, rows))
+        monkeypatch.setattr(PASS, lambda engine, cache, rows, *_: seconds(engine.spec.role, cache.length, rows))
 
     return patch
 

@@ -19,6 +19,7 @@ from draftwood.builder.pipeline import build
 from draftwood.models.errors import CheckpointError, ConfigError
 from draftwood.runtime import LLM, SamplingParams, SpeculativeConfig
 from draftwood.runtime.bundle.bundle import EngineBundle
+from draftwood.runtime.decoding.decoder import SpeculativeDecoder
 from draftwood.runtime.engines.passes import causal_batch
 
 TEXT = torch.tensor([1, 40, 77, 80, 9, 200, 31, 5, 12, 250, 66, 7])
@@ -86,8 +87,18 @@ def test_a_head_computes_what_its_layers_do(form: str, backend: str, target: Pat
 
 
 @pytest.mark.parametrize("precision", ["fp32", "int8"])
-def test_greedy_texts_are_those_of_plain_decoding(precision: str, tmp_path: Path) -> None:
-    """Bit for bit, alone and several at a time, which share rows. A seed gives its text beside others, too."""
+def test_greedy_texts_are_those_of_plain_decoding(
+    precision: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bit for bit, alone and several at a time, and so are the proposals. A seed gives its text beside others, too."""
+    proposals, propose = dict[tuple[int, ...], set[Any]](), SpeculativeDecoder._propose
+
+    def watched(self: SpeculativeDecoder, request: Any, *rest: Any) -> Any:
+        proposal = yield from propose(self, request, *rest)
+        proposals.setdefault(tuple(request.tokens), set()).add((len(proposal.tree), *proposal.tree.token_ids))
+        return proposal
+
+    monkeypatch.setattr(SpeculativeDecoder, "_propose", watched)
     target, taps = write_target(tmp_path / "target", layers=3), {"eagle_aux_hidden_state_layer_ids": [1, 2, 3]}
     head = write_authors(tmp_path / "head", Head("llama"), max_position_embeddings=64, **taps)
     bundle = built(target, head, tmp_path / "bundle", precision=precision, draft_precision="int8")
@@ -101,9 +112,11 @@ def test_greedy_texts_are_those_of_plain_decoding(precision: str, tmp_path: Path
         SpeculativeConfig("topk", max_total_draft_tokens=7, max_draft_len=3, budget="fixed"),
         SpeculativeConfig(),
     ):
+        proposals.clear()
         with LLM(bundle.folder, speculative=config) as llm:
             assert [output.outputs[0].token_ids for output in llm.generate(prompts, params)] == plain
-            assert llm.generate(prompts[3], params)[0].outputs[0].token_ids == plain[3]
+            assert [llm.generate(each, params)[0].outputs[0].token_ids for each in prompts] == plain
+            assert config.budget != "fixed" or {len(each) for each in proposals.values()} == {1}
             seeded = [SamplingParams(max_tokens=30, seed=each) for each in range(4)]
             drawn = [output.outputs[0].token_ids for output in llm.generate(prompts, seeded)]
             assert llm.generate(prompts[1], seeded[1])[0].outputs[0].token_ids == drawn[1]
