@@ -9,7 +9,8 @@ import re
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from ipaddress import ip_network
 from pathlib import Path
 from typing import Any
@@ -18,13 +19,17 @@ from rich.console import Console
 
 from ..models.errors import ConfigError
 from ..plugins.installation import install
+from ..runtime.bundle.bundle import MANIFEST
+from ..runtime.bundle.cache import CONFIG, Model, is_buildable, is_gguf
 from ..runtime.engines.shared.memory import limit_arenas
 from ..runtime.llm import LLM
 from ..runtime.requests.async_llm import AsyncLLM
+from ..runtime.requests.models import Models, Opener
 from ..runtime.serving.collector import freeze_loaded
 from ..runtime.serving.http.clients import ApiKey, read_keys
 from ..runtime.serving.http.connection_limit import MAX_CONNECTIONS, raise_file_limit
 from ..runtime.serving.http.hosts import AllowedHosts, is_address, is_loopback
+from ..runtime.speculation.config import SpeculativeConfig
 from .live import costs_note
 from .options import (
     FURTHER,
@@ -100,6 +105,8 @@ def matching(pattern: re.Pattern[str], text: str, fix: str) -> str:
 def add_parser(commands: Any) -> None:
     parser = commands.add_parser("serve", help="answer OpenAI clients over HTTP")
     add_model(parser)
+    words = "further models, or instead of all a folder of them: each is opened when a request names it"
+    parser.add_argument("more_models", nargs="*", metavar="MODEL", help=words)
     http = parser.add_argument_group("HTTP")
     http.add_argument("--host", default="127.0.0.1", help="address to listen on (default 127.0.0.1: this machine only)")
     http.add_argument("--port", type=int, default=8000, help="0 takes a free port (default 8000)")
@@ -131,6 +138,8 @@ def add_parser(commands: Any) -> None:
     http.add_argument("--log-level", choices=("error", "warning", "info"), default="warning", help="info logs requests")
     load = parser.add_argument_group(FURTHER + "load")
     add_limits(load)
+    words = "models that are open at a time; others are closed (default: those for which there is memory)"
+    load.add_argument("--max-loaded", type=positive, metavar="N", help=words)
     words = "time limit of a request (default: none)"
     load.add_argument("--request-timeout", type=seconds, metavar="SECONDS", help=words)
     words = "time to finish requests after SIGTERM (default 60)"
@@ -141,67 +150,120 @@ def add_parser(commands: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     with needed_packages("draftwood serve"):
-        from ..runtime.serving.app import create_app
+        from ..runtime.serving.app import create_app, create_app_of_several
         from ..runtime.serving.http.guard import Limits, answer_bytes
         from ..runtime.serving.http.server import bind, serve
 
     keys = api_keys(args.api_key, os.environ.get(API_KEY), args.api_keys_file)
     limit_arenas()
-    name, config = args.served_model_name or model_of(args).name, speculative(args)
-    with bind(args.host, args.port) as listener:  # before a build, which takes longer than to say that a port is taken
-        bundle = bundle_for(args)
-        engines = (args.threads, args.draft_threads, args.provider, args.private_weights)
-        llm = LLM(bundle, config, *engines)
-        warm_up(llm, Console(stderr=True))
-        with (
-            tracing(args.otlp_traces_endpoint, name) as trace,
-            llm,
-            AsyncLLM(
-                llm,
-                max_running=args.max_running,
-                max_waiting=args.max_waiting,
-                kv_cache_bytes=args.kv_cache_bytes,
-                prefix_cache_slots=args.prefix_cache_slots,
-                max_pause_ms=args.max_pause_ms,
-            ) as async_llm,
-        ):
-            connections = raise_file_limit(args.max_connections)
-            limits = Limits(
-                args.max_body_bytes,
-                min(2 * async_llm.max_requests, connections),
-                keys,
-                hosts=AllowedHosts.of(args.host, args.allowed_hosts, bool(keys)),
-                trusted_proxies=tuple(args.trusted_proxies),
-                answer_bytes=answer_bytes(),
-            )
-            pages = not args.no_ui
-            answering = (args.request_timeout, args.allowed_origins, pages, trace, args.stored_responses)
-            app = create_app(async_llm, name, limits, *answering)
-            if not keys and not is_loopback(args.host):
-                print(
-                    f"draftwood: warning: {args.host} may be reached by others, and no --api-key is set",
-                    file=sys.stderr,
-                )
+    chosen, config = models_of(args), speculative(args)
+    with (
+        bind(args.host, args.port) as listener,  # before a build, which takes longer than to say that a port is taken
+        ExitStack() as stack,
+    ):
+        connections = raise_file_limit(args.max_connections)
+        at_a_time = args.max_running + args.max_waiting
+        engine: AsyncLLM | Models
+        if len(chosen) == 1:
+            (name,) = chosen
+            llm = LLM(bundle_for(args), config, args.threads, args.draft_threads, args.provider, args.private_weights)
+            warm_up(llm, Console(stderr=True))
+            stack.enter_context(llm)
+            engine = stack.enter_context(AsyncLLM(llm, **limits_of(args)))
+            at_a_time, room = engine.max_requests, f", {engine.max_running} requests at a time"
             if llm.stale_costs:
                 print(f"draftwood: warning: {costs_note(llm.stale_costs)}", file=sys.stderr)
-            host, port = listener.getsockname()[:2]
-            address = f"http://{f'[{host}]' if ':' in host else host}:{port}/v1"
+        else:
+            name, room = " ".join(chosen), ", opened when they are named"
+            engine = Models({name: opener(args, model, config) for name, model in chosen.items()}, args.max_loaded)
+            stack.callback(engine.close)
+        limits = Limits(
+            args.max_body_bytes,
+            min(2 * at_a_time, connections),
+            keys,
+            hosts=AllowedHosts.of(args.host, args.allowed_hosts, bool(keys)),
+            trusted_proxies=tuple(args.trusted_proxies),
+            answer_bytes=answer_bytes(),
+        )
+        trace = stack.enter_context(tracing(args.otlp_traces_endpoint))
+        http = (limits, args.request_timeout, args.allowed_origins)
+        if isinstance(engine, Models):
+            app, pages = create_app_of_several(engine, *http, trace, args.stored_responses), False
+        else:
+            pages = not args.no_ui
+            app = create_app(engine, name, *http, pages, trace, args.stored_responses)
+        if not keys and not is_loopback(args.host):
+            print(f"draftwood: warning: {args.host} may be reached by others, and no --api-key is set", file=sys.stderr)
+        host, port = listener.getsockname()[:2]
+        address = f"http://{f'[{host}]' if ':' in host else host}:{port}/v1"
 
-            def started() -> None:
-                page = "" if args.no_ui else f"; to talk to it: {address.removesuffix('v1')}"
-                room = f"{async_llm.max_running} requests at a time"
-                print(f"draftwood: model {name!r} at {address}, {room}{page}", flush=True)
+        def started() -> None:
+            page = f"; to talk to it: {address.removesuffix('v1')}" if pages else ""
+            print(f"draftwood: model {name!r} at {address}{room}{page}", flush=True)
 
-            serving = serve(app, async_llm, listener, args.drain_timeout, args.log_level, started, connections)
-            freeze_loaded()
-            finished = asyncio.run(serving)
+        serving = serve(app, engine, listener, args.drain_timeout, args.log_level, started, connections)
+        freeze_loaded()
+        finished = asyncio.run(serving)
     if not finished:
         print("draftwood: requests were cut off when the server stopped", file=sys.stderr)
     return 0 if finished else 1
 
 
+def limits_of(args: argparse.Namespace) -> dict[str, Any]:
+    """The limits of each AsyncLLM."""
+    names = ("max_running", "max_waiting", "kv_cache_bytes", "prefix_cache_slots", "max_pause_ms")
+    return {name: getattr(args, name) for name in names}
+
+
+def models_of(args: argparse.Namespace) -> dict[str, Model]:
+    """What is served, by name. A folder of several models stands for them. Raises ConfigError."""
+    paths = [str(path) for each in (args.model, *args.more_models) for path in inside(Path(each)) or (each,)]
+    if len(paths) == 1:
+        if args.max_loaded is not None:
+            raise ConfigError("--max-loaded is for several models: leave it out")
+        args.model = paths[0]
+        return {args.served_model_name or model_of(args).name: model_of(args)}
+    given = {"--draft": args.draft, "--served-model-name": args.served_model_name}
+    if option := next((option for option, value in given.items() if value is not None), None):
+        raise ConfigError(f"{option} is of one model, and {len(paths)} are given: leave it out")
+    models = [Model(path, None, args.precision, args.max_length) for path in paths]
+    found = {model.name: model for model in models}
+    if len(found) < len(paths):
+        raise ConfigError("two of the models have the same name: rename the file or folder of one")
+    return found
+
+
+def inside(folder: Path) -> list[Path]:
+    """The models in a folder that is none itself."""
+    if not folder.is_dir() or any((folder / name).is_file() for name in (MANIFEST, CONFIG)):
+        return []
+    return sorted(
+        path
+        for path in folder.iterdir()
+        if (is_gguf(path) and path.is_file()) or any((path / name).is_file() for name in (MANIFEST, CONFIG))
+    )
+
+
+def opener(args: argparse.Namespace, model: Model, config: SpeculativeConfig | None) -> Opener:
+    """How one of several models is opened. It takes options of a build only if it is no bundle."""
+    path = Path(model.path)
+    files = [each for each in path.iterdir() if each.is_file()] if path.is_dir() else [path] if path.is_file() else []
+    chosen = model if is_buildable(path) else Model(model.path)
+    options = {
+        "speculative": config,
+        "threads": args.threads,
+        "draft_threads": args.draft_threads,
+        "provider": args.provider,
+        "private_weights": args.private_weights,
+        "precision": chosen.precision,
+        "max_length": chosen.max_length,
+    }
+    opened = partial(AsyncLLM, model.path, **limits_of(args), **options)
+    return Opener(opened, sum(file.stat().st_size for file in files))
+
+
 @contextmanager
-def tracing(endpoint: str | None, model: str) -> Iterator[Callable[[Any], Any] | None]:
+def tracing(endpoint: str | None) -> Iterator[Callable[[Any, str], Any] | None]:
     """The middleware that records spans; None if none are wanted. Raises ConfigError if its packages are missing."""
     if not spans_wanted(endpoint, os.environ):
         yield None
@@ -216,7 +278,7 @@ def tracing(endpoint: str | None, model: str) -> Iterator[Callable[[Any], Any] |
         yield None
         return
     with sending(endpoint) as provider:
-        yield lambda app: Tracing(app, model, provider)
+        yield lambda app, model: Tracing(app, model, provider)
 
 
 def spans_wanted(endpoint: str | None, variables: Mapping[str, str]) -> bool:

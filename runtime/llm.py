@@ -324,8 +324,7 @@ class LLM:
     def encode(self, prompt: PromptType, given_up: Event | None = None) -> list[int]:
         """The tokens of a prompt. given_up: see `write_chat`. Raises RequestError like `generate`."""
         plain = plain_prompt(prompt)
-        tokens = self._tokens(plain, given_up, add_special_tokens=True) if isinstance(plain, str) else plain
-        return check_prompt(tokens, self.bundle)
+        return check_prompt(self._tokens(plain, given_up, True) if isinstance(plain, str) else plain, self.bundle)
 
     def encode_infill(self, infill: Infill, given_up: Event | None = None) -> list[int]:
         """The prompt for the text between a prefix and a suffix. given_up: see `write_chat`. Raises RequestError."""

@@ -28,7 +28,7 @@ from ..text.conversation import ASKED, ChatSettings
 from ..text.infill import Infill
 from ..text.tokenizer import token_sequences
 from .engine_thread import EngineThread
-from .metrics import GAUGES
+from .metrics import GAUGES, Values, written
 from .stream import DeadlineError, RequestStream, ShutdownError
 from .text_threads import TextThreads
 
@@ -211,11 +211,16 @@ class AsyncLLM(EngineThread):
             request.aborted = True
         return bool(found)
 
-    def to_prometheus(self) -> str:
-        """All metrics in Prometheus' text format, with the present values of the gauges."""
+    @property
+    def values(self) -> Values:
+        """All metrics at present."""
         running, waiting = self.num_running, self.num_waiting
         values = (running, waiting, int(self.trouble is None), running, waiting)
-        return self.metrics.to_prometheus(dict(zip(GAUGES, values, strict=True)))
+        return self.metrics.values(dict(zip(GAUGES, values, strict=True)))
+
+    def to_prometheus(self) -> str:
+        """The same in Prometheus' text format."""
+        return written({None: self.values})
 
     async def drain(self, timeout_s: float | None = None) -> bool:
         """Refuse new requests and wait until all requests are finished. Returns False when `timeout_s` passed first."""

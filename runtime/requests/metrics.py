@@ -9,8 +9,9 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from copy import deepcopy
 from threading import Lock
-from typing import Any
+from typing import Any, NamedTuple
 
 from ...models.errors import ConfigError
 from ...plugins.installation import lacking
@@ -125,14 +126,29 @@ class ServingMetrics:
     def _observe(self, name: str, seconds: float, times: int = 1) -> None:
         self._times[name].observe(seconds, times)
 
-    def to_prometheus(self, gauges: Mapping[str, float]) -> str:
-        """All metrics in Prometheus' text format 0.0.4. gauges: the present values, by names of GAUGES.
-
-        Raises ConfigError without prometheus_client.
-        """
-        try:
-            from .prometheus import to_text
-        except ModuleNotFoundError as error:
-            raise ConfigError(f"metrics as text need {lacking(error)}") from error
+    def values(self, gauges: Mapping[str, float]) -> Values:
+        """All metrics. gauges: the present values, by names of GAUGES."""
         with self._lock:
-            return to_text(gauges, self._counts, self._times)
+            return Values(gauges, deepcopy(self._counts), deepcopy(self._times))
+
+    def to_prometheus(self, gauges: Mapping[str, float]) -> str:
+        """The same as text, see `written`."""
+        return written({None: self.values(gauges)})
+
+
+class Values(NamedTuple):
+    """The metrics of one model at one time."""
+
+    gauges: Mapping[str, float]
+    counts: Mapping[str, Mapping[Any, int]]  # of each counter, by the values of its label; without one, by None
+    times: Mapping[str, Histogram]
+
+
+def written(models: Mapping[str | None, Values]) -> str:
+    """The metrics of models in Prometheus' text format 0.0.4, by the label `model`; None for a model alone, without it.
+    Raises ConfigError without prometheus_client."""
+    try:
+        from .prometheus import to_text
+    except ModuleNotFoundError as error:
+        raise ConfigError(f"metrics as text need {lacking(error)}") from error
+    return to_text(models)

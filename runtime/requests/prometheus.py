@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from itertools import accumulate
-from typing import Any
 
 from prometheus_client import generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from .metrics import COUNTERS, GAUGES, HISTOGRAMS, LABELLED, Histogram
+from .metrics import COUNTERS, GAUGES, HISTOGRAMS, LABELLED, Values
 
 
 class MetricSnapshot(list[Metric], Collector):
@@ -21,20 +20,30 @@ class MetricSnapshot(list[Metric], Collector):
         return self
 
 
-def to_text(
-    gauges: Mapping[str, float], counts: Mapping[str, Mapping[Any, int]], histograms: Mapping[str, Histogram]
-) -> str:
-    """The metrics in text format 0.0.4, without the `_created` series that prometheus_client's counters would add.
-    counts: of each counter, by the values of its label; of one without a label, by None."""
-    families = MetricSnapshot(GaugeMetricFamily(name, GAUGES[name], value) for name, value in gauges.items())
-    for name, numbers in counts.items():
+def to_text(models: Mapping[str | None, Values]) -> str:
+    """See `metrics.written`; without the `_created` series that prometheus_client's counters would add."""
+    own = [] if None in models else ["model"]
+    labelled = [([] if model is None else [model], values) for model, values in models.items()]
+    families = MetricSnapshot()
+    for name, description in GAUGES.items():
+        gauge = GaugeMetricFamily(name, description, labels=own)
+        for labels, values in labelled:
+            if name in values.gauges:
+                gauge.add_metric(labels, values.gauges[name])
+        families += [gauge] if gauge.samples else []
+    for name in (*COUNTERS, *LABELLED):
         description, label = LABELLED.get(name) or (COUNTERS[name], "")
-        family = CounterMetricFamily(name, description, labels=[label] if label else [])
-        for value, number in sorted(numbers.items()):
-            family.add_metric([str(value)] if label else [], number)
+        counter = CounterMetricFamily(name, description, labels=[*own, label] if label else own)
+        for labels, values in labelled:
+            for value, number in sorted(values.counts[name].items()):
+                counter.add_metric([*labels, str(value)] if label else labels, number)
+        families.append(counter)
+    for name, (description, _) in HISTOGRAMS.items():
+        family = HistogramMetricFamily(name, description, labels=own)
+        for labels, values in labelled:
+            histogram = values.times[name]
+            boundaries = (*map(str, histogram.boundaries), "+Inf")
+            buckets = list(zip(boundaries, accumulate(histogram.counts), strict=True))
+            family.add_metric(labels, buckets, histogram.sum)
         families.append(family)
-    for name, histogram in histograms.items():
-        boundaries = (*map(str, histogram.boundaries), "+Inf")
-        buckets = list(zip(boundaries, accumulate(histogram.counts), strict=True))
-        families.append(HistogramMetricFamily(name, HISTOGRAMS[name][0], buckets, histogram.sum))
     return generate_latest(families).decode()

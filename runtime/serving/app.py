@@ -13,6 +13,7 @@ from uvicorn.middleware.proxy_headers import ProxyHeadersMiddleware
 
 from ...models.release import own_version
 from ..requests.async_llm import AsyncLLM
+from ..requests.models import Models
 from .anthropic.api import MessagesApi
 from .http.errors import add_errors
 from .http.guard import REQUEST_ID, Limits, RequestGuard
@@ -22,13 +23,27 @@ from .openai.explain import ExplainApi
 from .openai.infill import InfillApi
 from .openai.responses import ResponsesApi
 from .openai.route import JsonRoute
+from .openai.several import SeveralModels
 from .openai.tokens import TokensApi
 
+Trace = Callable[[ASGIApp, str], ASGIApp]  # by the name of the model
 REFUSALS: dict[int | str, dict[str, Any]] = {
     "4XX": {"description": "refused", "content": {"application/json": {}}},
     "5XX": {"description": "not now", "content": {"application/json": {}}},
 }
 ANSWERS = {200: {"content": {"application/json": {}, "text/event-stream": {}}}, **REFUSALS}
+POSTED = frozenset(
+    (
+        "/v1/completions",
+        "/v1/chat/completions",
+        "/v1/messages",
+        "/v1/messages/count_tokens",
+        "/v1/responses",
+        "/infill",
+        "/tokenize",
+        "/detokenize",
+    )
+)
 PAGES = {200: {"content": {"text/html": {}}}, **REFUSALS}
 
 
@@ -39,21 +54,55 @@ def create_app(
     request_seconds: float | None = None,
     allowed_origins: Sequence[str] = (),
     with_pages: bool = True,
-    trace: Callable[[ASGIApp], ASGIApp] | None = None,
+    trace: Trace | None = None,
     stored_responses: int = 0,
 ) -> ASGIApp:
-    """The ASGI application.
+    """The ASGI application of one model.
 
     model: the model's name in requests. request_seconds: time limit of a request. allowed_origins: origins of web pages
     whose scripts may use the server, "*" for any. with_pages: whether there are web pages, see `http.pages`, and
     explanations for them. trace: adds a middleware that records spans, see `tracing`. stored_responses: how many
     answers of /v1/responses are kept for later requests.
     """
-    # Its pages would load other servers' scripts, and it would answer an address that ends with a slash by nothing.
+    app = model_app(async_llm, model, request_seconds, with_pages, stored_responses)
+    add_state(app, async_llm)
+    traced = app if trace is None else trace(app, model)
+    return guarded(traced, limits, async_llm.metrics.record_answer, allowed_origins)
+
+
+def create_app_of_several(
+    models: Models,
+    limits: Limits,
+    request_seconds: float | None = None,
+    allowed_origins: Sequence[str] = (),
+    trace: Trace | None = None,
+    stored_responses: int = 0,
+) -> ASGIApp:
+    """The same of several models, without pages."""
+    app = new_app()
+    add_state(app, models)
+
+    def make(async_llm: AsyncLLM, name: str) -> ASGIApp:
+        made = model_app(async_llm, name, request_seconds, False, stored_responses)
+        return made if trace is None else trace(made, name)
+
+    return guarded(SeveralModels(models, app, POSTED, make), limits, models.metrics.record_answer, allowed_origins)
+
+
+def new_app() -> FastAPI:
+    """Without pages of its own, which would load other servers' scripts; and an address that ends with a slash would be
+    answered by nothing."""
     app = FastAPI(title="draftwood", docs_url=None, redoc_url=None, redirect_slashes=False)
     app.router.route_class = JsonRoute
+    return app
+
+
+def model_app(
+    async_llm: AsyncLLM, model: str, request_seconds: float | None, with_pages: bool, stored_responses: int
+) -> FastAPI:
+    """The endpoints of one model."""
+    app = new_app()
     add_errors(app)
-    add_state(app, async_llm)
     api = OpenAIApi(async_llm, model, request_seconds)
     tokens, explain, messages = TokensApi(api), ExplainApi(api), MessagesApi(api)
     responses = ResponsesApi(api, stored_responses)
@@ -69,6 +118,7 @@ def create_app(
         "/tokenize": tokens.tokenize,
         "/detokenize": tokens.detokenize,
     }
+    assert posted.keys() == POSTED
     explained: dict[str, Callable[..., Awaitable[Response]]] = {
         "/v1/completions/explain": explain.completion,
         "/v1/chat/completions/explain": explain.chat,
@@ -79,7 +129,12 @@ def create_app(
             app.add_api_route(path, route, methods=["POST"], response_class=Response, responses=PAGES)
     for path, route in posted.items():
         app.add_api_route(path, route, methods=["POST"], response_class=Response, responses=ANSWERS)
-    guard: ASGIApp = RequestGuard(app if trace is None else trace(app), limits, async_llm.metrics.record_answer)
+    return app
+
+
+def guarded(app: ASGIApp, limits: Limits, count: Callable[[int], None], allowed_origins: Sequence[str] = ()) -> ASGIApp:
+    """The application behind the checks of requests. count: see RequestGuard."""
+    guard: ASGIApp = RequestGuard(app, limits, count)
     if limits.trusted_proxies:  # uvicorn has its own types of the ASGI protocol
         guard = cast(ASGIApp, ProxyHeadersMiddleware(cast(Any, guard), list(limits.trusted_proxies)))
     if not allowed_origins:
@@ -93,7 +148,7 @@ def create_app(
     )
 
 
-def add_state(app: FastAPI, async_llm: AsyncLLM) -> None:
+def add_state(app: FastAPI, async_llm: AsyncLLM | Models) -> None:
     """Add the endpoints for orchestrators and Prometheus."""
 
     @app.head("/health", include_in_schema=False)

@@ -13,6 +13,7 @@ from starlette.exceptions import HTTPException
 from ....models.errors import ConfigError, DraftwoodError, RequestError, shown
 from ...engines.shared.memory import OutOfMemoryError
 from ...requests.async_llm import DeadlineError, QueueFullError, ShutdownError
+from ...requests.models import NotOpened
 from ..body import problem_of
 from ..waiting import ClientGone
 
@@ -26,9 +27,9 @@ RETRY_SECONDS = 1  # the shortest running requests end about this soon
 
 
 class UnknownModel(DraftwoodError):
-    """A request names another model than the server's."""
+    """A request names no model of the server, or none where it has several."""
 
-    def __init__(self, name: str | None, own: str) -> None:
+    def __init__(self, name: object, own: str) -> None:
         super().__init__(f"the model {shown(name)} does not exist; this server has {own!r}")
 
 
@@ -80,6 +81,8 @@ def refusal_of(error: Exception) -> Refusal:
         return Refusal(400, str(error))
     if isinstance(error, UnknownModel):
         return Refusal(404, str(error), param="model", code="model_not_found")
+    if isinstance(error, NotOpened):
+        return Refusal(503, str(error), "server_error", code="model_not_opened")
     if isinstance(error, QueueFullError):
         return Refusal(429, str(error), "rate_limit_error", code="queue_full", retry_after=RETRY_SECONDS)
     if isinstance(error, (MemoryError, OutOfMemoryError)):

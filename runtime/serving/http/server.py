@@ -18,6 +18,7 @@ from starlette.types import ASGIApp
 
 from ....models.errors import ConfigError
 from ...requests.async_llm import AsyncLLM
+from ...requests.models import Models
 from .connection_limit import MAX_CONNECTIONS
 from .connections import KEPT_SECONDS, Acceptor, RateLimit
 
@@ -93,7 +94,7 @@ def unavailable(host: str, port: int, error: Exception) -> ConfigError:
 
 async def serve(
     app: ASGIApp,
-    async_llm: AsyncLLM,
+    async_llm: AsyncLLM | Models,
     listener: socket.socket,
     drain_seconds: float,
     log_level: str,
@@ -163,7 +164,7 @@ def end_after(seconds: float) -> Generator[None, None, None]:
         timer.cancel()
 
 
-async def drain(async_llm: AsyncLLM, seconds: float, hurry: asyncio.Event) -> bool:
+async def drain(async_llm: AsyncLLM | Models, seconds: float, hurry: asyncio.Event) -> bool:
     """Wait for the running requests. Returns whether all ended within `seconds` and before `hurry` was set."""
     draining = asyncio.create_task(async_llm.drain(seconds))
     hurrying = asyncio.create_task(hurry.wait())

@@ -46,7 +46,7 @@ def traced(
     """The answer to a request, and its spans."""
     spans, provider = InMemorySpanExporter(), TracerProvider(shutdown_on_exit=False)
     provider.add_span_processor(SimpleSpanProcessor(spans))
-    answer = post(llm, body, path, headers, trace=lambda app: Tracing(app, "m", provider))
+    answer = post(llm, body, path, headers, trace=lambda app, model: Tracing(app, model, provider))
     return answer, list(spans.get_finished_spans())
 
 
@@ -189,10 +189,10 @@ def test_without_its_packages_the_option_is_refused_and_the_variables_warn(
     monkeypatch.delitem(sys.modules, "draftwood.runtime.serving.openai.tracing")
     monkeypatch.setitem(sys.modules, "opentelemetry.sdk.trace", None)
     monkeypatch.delenv("OTEL_SDK_DISABLED", raising=False)
-    with pytest.raises(ConfigError, match=r"pip install .*\[otel\]'"), tracing("http://127.0.0.1:9", "m"):
+    with pytest.raises(ConfigError, match=r"pip install .*\[otel\]'"), tracing("http://127.0.0.1:9"):
         pass
     for name, value in ENDPOINT.items():
         monkeypatch.setenv(name, value)
-    with tracing(None, "m") as trace:
+    with tracing(None) as trace:
         assert trace is None
     assert "no spans are sent" in capsys.readouterr().err
