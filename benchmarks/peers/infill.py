@@ -30,12 +30,14 @@ BATCH, CONTEXT_SIZE = 8192, 12288  # llama.cpp cuts what follows the place to a 
 
 
 class Figures(NamedTuple):
-    """Of one program at one place, in seconds. read: tokens of the prompt that were not in a cache."""
+    """Of one program at one place, in seconds; processor: of all threads, which another program's load changes less.
+    read: tokens of the prompt that were not in a cache."""
 
     program: str
     place: float
     first: float
     whole: float
+    processor: float
     prompt: int
     read: int
     text: str
@@ -53,15 +55,15 @@ def body(place: float, repeat: int) -> dict[str, Any]:
 def ask(program: str, server: Server, place: float, repeat: int) -> Figures:
     content = json.dumps(body(place, repeat)).encode()
     request = Request(f"{server.url}/infill", content, {"content-type": "application/json"})
-    start, first, text = perf_counter(), 0.0, ""
+    start, first, text, used = perf_counter(), 0.0, "", server.processor_seconds()
     with urlopen(request, timeout=600) as answer:
         for line in answer:
             if line.startswith(b"data: {"):
                 last = json.loads(line[6:])
                 text += last["content"]
                 first = first or (perf_counter() - start if text else 0.0)
-    timings = last["timings"]
-    return Figures(program, place, first, perf_counter() - start, last["tokens_evaluated"], timings["prompt_n"], text)
+    whole, used = perf_counter() - start, server.processor_seconds() - used
+    return Figures(program, place, first, whole, used, last["tokens_evaluated"], last["timings"]["prompt_n"], text)
 
 
 def main() -> int:
@@ -70,6 +72,7 @@ def main() -> int:
     parser.add_argument("--draft", type=Path, required=True)
     parser.add_argument("--work", type=Path, required=True, help="where llama.cpp is, see setup/llama.cpp.sh")
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--places", type=float, nargs="+", default=PLACES, help="parts of the file before the text")
     add_output(parser, "peers_infill")
     args = parser.parse_args()
     threads = os.cpu_count() or 1
@@ -82,12 +85,12 @@ def main() -> int:
         log = args.work / "infill.log"
         servers = {name: stack.enter_context(Server(command, log)) for name, command in commands.items()}
         for repeat in range(args.repeats):
-            for place in PLACES:
+            for place in args.places:
                 for name, server in servers.items():
                     found.append(ask(name, server, place, repeat))
                     print(*found[-1][:-1], flush=True)
                     sleep(0.3)  # until idle threads sleep
-    groups = [[each for each in found if each[:2] == (name, place)] for name in commands for place in PLACES]
+    groups = [[each for each in found if each[:2] == (name, place)] for name in commands for place in args.places]
     best = [min(group, key=lambda each: each.whole) for group in groups]
     print(write_results(args.output, args.name, {"figures": rows_to_json(best)}))
     return 0

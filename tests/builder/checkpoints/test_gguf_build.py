@@ -330,6 +330,8 @@ def test_ends_of_texts_and_templates_of_a_file_are_the_bundles(folder: Path, tmp
         assert tokenizer.chat_templates == {"default": "D", "tool_use": "T"} and not (tmp_path / TEMPLATE).exists()
     with written(edited("tokenizer.ggml.add_eos_token", True)) as tokenizer:
         assert tokenizer.encode("a") == [1, *tokenizer.encode("a", add_special_tokens=False), 2]
+    with written(edited("tokenizer.ggml.fim_mid_token_id", 2)) as tokenizer:
+        assert tokenizer.infill_tokens == {"fim_mid_token": "</s>"}
     with written(edited("tokenizer.chat_template", "{{ messages[0].content }}\r\n")) as tokenizer:
         assert (tmp_path / TEMPLATE).read_bytes() == b"{{ messages[0].content }}\r\n"
         assert tokenizer.apply_chat_template([{"role": "user", "content": "x"}]).startswith("x")
