@@ -23,8 +23,8 @@ from .openai.explain import ExplainApi
 from .openai.infill import InfillApi
 from .openai.responses import ResponsesApi
 from .openai.route import JsonRoute
-from .openai.several import SeveralModels
 from .openai.tokens import TokensApi
+from .several import SeveralModels
 
 Trace = Callable[[ASGIApp, str], ASGIApp]  # by the name of the model
 REFUSALS: dict[int | str, dict[str, Any]] = {

@@ -76,7 +76,6 @@ class Asked(NamedTuple):
     """What an answer needs of its request."""
 
     params: SamplingParams
-    ends: frozenset[int]  # tokens that end the text
     fields: Sequence[str] | None
     reads: bool  # whether only the prompt is to be read
 
@@ -88,15 +87,10 @@ class InfillAnswer(Answer):
 
     def __init__(self, asked: Asked, *given: Any, **settings: Any) -> None:
         super().__init__(*given, **settings)
-        self._asked, self._last = asked, list[int]()
+        self._asked = asked
         self._held: list[int] = []  # tokens of a character that is incomplete
 
-    def note(self, index: int, chunk: StreamChunk) -> None:
-        super().note(index, chunk)
-        self._last = chunk.token_ids[-1:]
-
     def add(self, index: int, chunk: StreamChunk) -> dict[str, Any] | None:
-        self._last = chunk.token_ids[-1:]
         self._held += chunk.token_ids
         if (written := super().add(index, chunk)) is None:
             return None
@@ -115,7 +109,7 @@ class InfillAnswer(Answer):
         content |= {"id_slot": 0, "stop": reason is not None}
         content |= {"tokens_predicted": predicted, "tokens_evaluated": evaluated}
         if reason is not None:
-            params, by_token = self._asked.params, self._asked.ends.issuperset(self._last)
+            params, word = self._asked.params, choice.stopped
             content |= {
                 "model": self._head["model"],
                 "generation_settings": {
@@ -123,17 +117,13 @@ class InfillAnswer(Answer):
                     **{name: getattr(params, name) for name in ("temperature", "top_k", "top_p", "min_p", "seed")},
                 },
                 "truncated": False,
-                "stop_type": "limit" if reason == "length" else "eos" if by_token else "word",
-                "stopping_word": "" if reason == "length" or by_token else self._stopping_word(),
+                "stop_type": "limit" if reason == "length" else "eos" if word is None else "word",
+                "stopping_word": word or "",
                 "tokens_cached": choice.stats.num_cached_tokens,
                 "timings": self._timings(),
             }
         found = {name: at(content, name) for name in self._asked.fields or ()}
         return content if self._asked.fields is None else {name: it for name, it in found.items() if it is not None}
-
-    def _stopping_word(self) -> str:
-        """The first stop string of several: which one ended the text is not kept."""
-        return next(iter(self._asked.params.stop), "")
 
     def _timings(self) -> dict[str, Any]:
         stats, read = self.choices[0].stats, sum(map(len, self._prompts)) - self.choices[0].stats.num_cached_tokens
@@ -154,12 +144,10 @@ class InfillApi:
 
     def __init__(self, api: OpenAIApi) -> None:
         self._api = api
-        self._eos = api.async_llm.llm.bundle.manifest.eos_token_ids
 
     async def infill(self, body: InfillBody, request: Request) -> Response:
         asked = await self._api.read(body, request)
-        ends = frozenset((*self._eos, *asked.params.stop_token_ids))
-        known = Asked(asked.params, ends, body.response_fields, reads=body.n_predict == 0)
+        known = Asked(asked.params, body.response_fields, reads=body.n_predict == 0)
         return await self._api.answer(body, request, asked, partial(InfillAnswer, known))
 
 

@@ -96,7 +96,7 @@ def test_fields_of_the_answer_and_a_prompt_that_is_only_read(http: Any) -> None:
 
 def test_a_stop_string_is_named(http: Any, expected: str) -> None:
     stop = expected[3:5]
-    answer = asked(http, stop=[stop])
+    answer = asked(http, stop=["never written", stop])
     assert answer["content"] == expected[: expected.index(stop)]
     assert (answer["stop_type"], answer["stopping_word"]) == ("word", stop)
 

@@ -12,14 +12,14 @@ from fastapi import FastAPI
 from fastapi.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from ....models.errors import DraftwoodError, RequestError
-from ...requests.async_llm import AsyncLLM
-from ...requests.models import Models
-from ..body import NO_OBJECT
-from ..http.errors import UnknownModel, add_errors, refusal_of
-from ..http.guard import refuse, replay
-from .answers import as_json
-from .route import LONG_BODY, content_of
+from ...models.errors import DraftwoodError, RequestError
+from ..requests.async_llm import AsyncLLM
+from ..requests.models import Models
+from .body import NO_OBJECT
+from .http.errors import UnknownModel, add_errors, refusal_of
+from .http.guard import refuse, replay
+from .openai.answers import as_json
+from .openai.route import LONG_BODY, content_of
 
 
 class SeveralModels:
