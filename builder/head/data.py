@@ -68,18 +68,18 @@ class Reader:
         config = model.config
         self._model, self._padding, self._read = model, padding, 0
         shape = (2 * config.num_layers, len(padding), config.num_kv_heads, capacity, config.head_dim)
-        self._cache = torch.zeros(shape)
+        self._cache = torch.zeros(shape, dtype=model.model.embed_tokens.weight.dtype)
 
     def read(self, tokens: Tensor, output_rows: Tensor) -> LlamaOutput:
         """Append tokens, int64 [B, T], to the texts and score their `output_rows`."""
         start, end = self._read, self._read + tokens.shape[1]
         rows, columns = torch.arange(start, end)[None, :, None], torch.arange(end)[None, None, :]
         seen = (columns <= rows) & (columns >= self._padding[:, None, None])
-        mask = torch.where(seen, 0.0, MASKED)[:, None]
+        mask = torch.where(seen, 0.0, MASKED)[:, None].to(self._cache.dtype)
         positions = (torch.arange(start, end)[None] - self._padding[:, None]).clamp(min=0)
         self._read = end
         output: LlamaOutput = self._model(tokens, positions, mask, self._cache, start, output_rows)
-        return output
+        return LlamaOutput(output.logits.float(), output.hidden.float())
 
 
 @torch.no_grad()
@@ -170,22 +170,25 @@ def branched(draft: Llama, responses: Responses, y: Tensor) -> Tensor:
     seen = ancestors & (rows >= padding[:, None, None])
     config = draft.config
     shape = (2 * config.num_layers, len(padding), config.num_kv_heads, len(rows), config.head_dim)
+    cache = torch.zeros(shape, dtype=draft.model.embed_tokens.weight.dtype)
     output: LlamaOutput = draft(
         torch.cat((prefix, x, y), 1),
         (positions - padding[:, None]).clamp(min=0),
-        torch.where(seen, 0.0, MASKED)[:, None],
-        torch.zeros(shape),
+        torch.where(seen, 0.0, MASKED)[:, None].to(cache.dtype),
+        cache,
         0,
         rows[trunk:],
     )
-    return output.hidden
+    return output.hidden.float()
 
 
-def load_frozen(checkpoint: Checkpoint, positions: int) -> Llama:
-    """A checkpoint as a model whose weights are not trained."""
+def load_frozen(checkpoint: Checkpoint, positions: int, dtype: torch.dtype = torch.float32) -> Llama:
+    """A checkpoint as a model whose weights are not trained. dtype: of the weights, the cache and the products."""
     with torch.device("meta"):  # takes neither memory nor time for weights that are replaced below
         model = Llama(checkpoint.config, positions)
-    state = {name: torch.from_numpy(np.array(checkpoint.tensor(name), np.float32)) for name in model.state_dict()}
+    state = {
+        name: torch.from_numpy(np.array(checkpoint.tensor(name), np.float32)).to(dtype) for name in model.state_dict()
+    }
     model.load_state_dict(state, assign=True)
     return model.requires_grad_(False)
 

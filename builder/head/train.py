@@ -31,6 +31,7 @@ from ...models.layers import num_parameters
 from ...runtime.bundle.staging import staging_folder
 from ...runtime.text.tokenizer import Tokenizer
 from ..checkpoints.checkpoint import Checkpoint, check_same_tokens
+from ..distillation.distill import is_half_fast
 from ..pipeline import one_vocabulary, refuse_draft
 from ..plots import training_svg
 from ..progress import Begin, Step
@@ -135,7 +136,7 @@ def gather(
     batches = [chosen[first : first + options.batch_size] for first in range(0, texts, options.batch_size)]
     advance = begin(Step(f"Sampling and labelling {texts} {kind} texts", len(batches)))
     positions = max(map(len, chosen)) + options.max_new_tokens
-    target, draft = (load_frozen(checkpoints[role], positions) for role in (TARGET, DRAFT))
+    target, draft = (load_frozen(checkpoints[role], positions, dtype_of(checkpoints[role])) for role in (TARGET, DRAFT))
     ratio = options.mixing_ratio if options.contexts == "mixed" and kind == TRAINING else None
     eos, kept = checkpoints[TARGET].eos_token_ids(), checkpoints[DRAFT].kept_tokens
     settings = eos, options.max_new_tokens, options.temperature, ratio, generator, kept
@@ -148,6 +149,12 @@ def gather(
     if not len(p_acc):
         raise ConfigError(f"the {kind} texts hold no draft token: ask for more texts, or a smaller mixing_ratio")
     return Examples(hidden, p_acc)
+
+
+def dtype_of(checkpoint: Checkpoint) -> torch.dtype:
+    """In which a model reads and writes texts: a large one in bf16, where its products are faster."""
+    fast = num_parameters(checkpoint.config) >= SMALL_MODEL and is_half_fast(torch.device("cpu"))
+    return torch.bfloat16 if fast else torch.float32
 
 
 def acceptance_loss(logits: Tensor, p_acc: Tensor, w_rej: float) -> Tensor:

@@ -60,6 +60,29 @@ def test_an_interrupted_training_goes_on_and_gives_the_same_head(
     assert heads[0] == heads[1] and sorted(tmp_path.iterdir()) == [plain.output, resumed.output]
 
 
+@pytest.mark.parametrize("contexts", ["mixed", "branched"])
+def test_large_models_read_in_bf16_where_it_is_fast(
+    contexts: str, tiny_pair: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their labels are those of fp32 up to rounding, and the head is in fp32."""
+    found: dict[torch.dtype, Examples] = {}
+    options = HeadTraining(tiny_pair / "target", tiny_pair / "draft", tmp_path / "head", contexts=contexts, texts=8)
+    checkpoints = {role: Checkpoint(tiny_pair / role) for role in bindings.ROLES}
+    monkeypatch.setattr(train_module, "is_half_fast", lambda device: True)
+    for smallest, dtype in ((1 << 40, torch.float32), (1, torch.bfloat16)):
+        monkeypatch.setattr(train_module, "SMALL_MODEL", smallest)
+        assert train_module.dtype_of(checkpoints["target"]) is dtype
+        collected = Collected(options, [[1, 5], [1, 7, 9]], quiet)
+        collected.folder = tmp_path / str(dtype)
+        found[dtype] = gather(options, checkpoints, [[1, 5], [1, 7, 9]], 8, "training", quiet, seeded(), collected)
+    wide, half = found[torch.float32], found[torch.bfloat16]
+    assert half.hidden.dtype == half.p_acc.dtype == torch.float32
+    assert abs(float(wide.p_acc.mean() - half.p_acc.mean())) < 0.1
+    assert not torch.equal(wide.hidden[:4], half.hidden[:4])
+    monkeypatch.setattr(train_module, "is_half_fast", lambda device: False)
+    assert train_module.dtype_of(checkpoints["target"]) is torch.float32
+
+
 # Labels
 
 
