@@ -30,7 +30,7 @@ WRITTEN = (
     "/detokenize",
 )
 NEEDED = {"messages": [{"role": "user", "content": "x"}], "prompt": None, "tokens": None, "input": "x"}
-READ = ("/v1/models", "/v1/models/{name}", "/health", "/health/ready", "/metrics", "/version")
+READ = ("/v1/models", "/v1/models/{name}", "/v1/responses/{name}", "/health", "/health/ready", "/metrics", "/version")
 
 
 @pytest.fixture(scope="module")
