@@ -1,4 +1,4 @@
-"""The HTTP application over AsyncLLM: OpenAI's and Anthropic's APIs, models, health and metrics."""
+"""The HTTP application over AsyncLLM: OpenAI's, Anthropic's and Ollama's APIs, models, health and metrics."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from .anthropic.api import MessagesApi
 from .http.errors import add_errors
 from .http.guard import REQUEST_ID, STORED, Limits, RequestGuard
 from .http.pages import add_pages
+from .ollama.api import OllamaApi, add_models
 from .openai.api import OpenAIApi
 from .openai.explain import ExplainApi
 from .openai.infill import InfillApi
@@ -31,19 +32,10 @@ REFUSALS: dict[int | str, dict[str, Any]] = {
     "4XX": {"description": "refused", "content": {"application/json": {}}},
     "5XX": {"description": "not now", "content": {"application/json": {}}},
 }
-ANSWERS = {200: {"content": {"application/json": {}, "text/event-stream": {}}}, **REFUSALS}
-POSTED = frozenset(
-    (
-        "/v1/completions",
-        "/v1/chat/completions",
-        "/v1/messages",
-        "/v1/messages/count_tokens",
-        "/v1/responses",
-        "/infill",
-        "/tokenize",
-        "/detokenize",
-    )
-)
+MEDIA: dict[str, dict[str, Any]] = {"application/json": {}, "text/event-stream": {}, "application/x-ndjson": {}}
+ANSWERS = {200: {"content": MEDIA}, **REFUSALS}
+POSTED = frozenset(("/v1/completions", "/v1/chat/completions", "/v1/messages", "/v1/messages/count_tokens"))
+POSTED |= {"/v1/responses", "/infill", "/tokenize", "/detokenize", "/api/chat", "/api/generate", "/api/show"}
 PAGES = {200: {"content": {"text/html": {}}}, **REFUSALS}
 
 
@@ -67,6 +59,7 @@ def create_app(
     stored = StoredResponses(stored_responses)
     app = model_app(async_llm, model, request_seconds, with_pages, stored)
     add_state(app, async_llm, stored)
+    add_models(app, lambda: {model: async_llm.llm})
     traced = app if trace is None else trace(app, model)
     return guarded(traced, limits, async_llm.metrics.record_answer, allowed_origins)
 
@@ -82,6 +75,7 @@ def create_app_of_several(
     """The same of several models, without pages."""
     app, stored = new_app(), StoredResponses(stored_responses)
     add_state(app, models, stored)
+    add_models(app, lambda: models.opened)
 
     def make(async_llm: AsyncLLM, name: str) -> ASGIApp:
         made = model_app(async_llm, name, request_seconds, False, stored)
@@ -106,7 +100,7 @@ def model_app(
     add_errors(app)
     api = OpenAIApi(async_llm, model, request_seconds)
     tokens, explain, messages = TokensApi(api), ExplainApi(api), MessagesApi(api)
-    responses = ResponsesApi(api, stored)
+    responses, ollama = ResponsesApi(api, stored), OllamaApi(api)
     app.add_api_route("/v1/models", api.models, methods=["GET"], response_class=Response)
     app.add_api_route("/v1/models/{name:path}", api.model, methods=["GET"], response_class=Response, responses=ANSWERS)
     posted: dict[str, Callable[..., Awaitable[Response]]] = {
@@ -118,6 +112,9 @@ def model_app(
         "/infill": InfillApi(api).infill,
         "/tokenize": tokens.tokenize,
         "/detokenize": tokens.detokenize,
+        "/api/chat": ollama.chat,
+        "/api/generate": ollama.generate,
+        "/api/show": ollama.show,
     }
     assert posted.keys() == POSTED
     explained: dict[str, Callable[..., Awaitable[Response]]] = {

@@ -17,7 +17,7 @@ from .errors import MAX_SHOWN, RETRY_SECONDS, Refusal
 from .fair import FairLimit, Held
 from .hosts import AllowedHosts
 
-GUARDED = ("/v1/", "/infill", "/tokenize", "/detokenize")
+GUARDED = ("/v1/", "/api/", "/infill", "/tokenize", "/detokenize")
 STORED = "/v1/responses/"  # below it answers are as large as those to a POST
 HEALTH = ("/health", "/health/ready")  # allowed for every host name, because these answers contain no secrets
 REQUEST_ID = "x-request-id"
