@@ -17,6 +17,7 @@ from typing import NamedTuple
 from ...models.errors import ConfigError, DraftwoodError
 from ..engines.limits import available_bytes
 from ..engines.shared.memory import CACHE_SHARE, OutOfMemoryError
+from ..llm import LLM
 from .async_llm import AsyncLLM
 from .metrics import GAUGES, ServingMetrics, Values, written
 from .stream import ShutdownError
@@ -72,6 +73,11 @@ class Models:
     @property
     def states(self) -> dict[str, str]:
         return {name: model.state for name, model in self._models.items()}
+
+    @property
+    def opened(self) -> dict[str, LLM | None]:
+        """All models by name; None for those that are closed."""
+        return {name: None if model.llm is None else model.llm.llm for name, model in self._models.items()}
 
     @asynccontextmanager
     async def using(self, name: str) -> AsyncIterator[AsyncLLM]:

@@ -1,4 +1,4 @@
-"""The HTTP application over AsyncLLM: OpenAI's and Anthropic's APIs, models, health and metrics."""
+"""The HTTP application over AsyncLLM: OpenAI's, Anthropic's and Ollama's APIs, models, health and metrics."""
 
 from __future__ import annotations
 
@@ -16,12 +16,13 @@ from ..requests.async_llm import AsyncLLM
 from ..requests.models import Models
 from .anthropic.api import MessagesApi
 from .http.errors import add_errors
-from .http.guard import REQUEST_ID, Limits, RequestGuard
+from .http.guard import REQUEST_ID, STORED, Limits, RequestGuard
 from .http.pages import add_pages
+from .ollama.api import OllamaApi, add_models
 from .openai.api import OpenAIApi
 from .openai.explain import ExplainApi
 from .openai.infill import InfillApi
-from .openai.responses import ResponsesApi
+from .openai.responses import ResponsesApi, StoredResponses
 from .openai.route import JsonRoute
 from .openai.tokens import TokensApi
 from .several import SeveralModels
@@ -31,19 +32,10 @@ REFUSALS: dict[int | str, dict[str, Any]] = {
     "4XX": {"description": "refused", "content": {"application/json": {}}},
     "5XX": {"description": "not now", "content": {"application/json": {}}},
 }
-ANSWERS = {200: {"content": {"application/json": {}, "text/event-stream": {}}}, **REFUSALS}
-POSTED = frozenset(
-    (
-        "/v1/completions",
-        "/v1/chat/completions",
-        "/v1/messages",
-        "/v1/messages/count_tokens",
-        "/v1/responses",
-        "/infill",
-        "/tokenize",
-        "/detokenize",
-    )
-)
+MEDIA: dict[str, dict[str, Any]] = {"application/json": {}, "text/event-stream": {}, "application/x-ndjson": {}}
+ANSWERS = {200: {"content": MEDIA}, **REFUSALS}
+POSTED = frozenset(("/v1/completions", "/v1/chat/completions", "/v1/messages", "/v1/messages/count_tokens"))
+POSTED |= {"/v1/responses", "/infill", "/tokenize", "/detokenize", "/api/chat", "/api/generate", "/api/show"}
 PAGES = {200: {"content": {"text/html": {}}}, **REFUSALS}
 
 
@@ -64,8 +56,10 @@ def create_app(
     explanations for them. trace: adds a middleware that records spans, see `tracing`. stored_responses: how many
     answers of /v1/responses are kept for later requests.
     """
-    app = model_app(async_llm, model, request_seconds, with_pages, stored_responses)
-    add_state(app, async_llm)
+    stored = StoredResponses(stored_responses)
+    app = model_app(async_llm, model, request_seconds, with_pages, stored)
+    add_state(app, async_llm, stored)
+    add_models(app, lambda: {model: async_llm.llm})
     traced = app if trace is None else trace(app, model)
     return guarded(traced, limits, async_llm.metrics.record_answer, allowed_origins)
 
@@ -79,11 +73,12 @@ def create_app_of_several(
     stored_responses: int = 0,
 ) -> ASGIApp:
     """The same of several models, without pages."""
-    app = new_app()
-    add_state(app, models)
+    app, stored = new_app(), StoredResponses(stored_responses)
+    add_state(app, models, stored)
+    add_models(app, lambda: models.opened)
 
     def make(async_llm: AsyncLLM, name: str) -> ASGIApp:
-        made = model_app(async_llm, name, request_seconds, False, stored_responses)
+        made = model_app(async_llm, name, request_seconds, False, stored)
         return made if trace is None else trace(made, name)
 
     return guarded(SeveralModels(models, app, POSTED, make), limits, models.metrics.record_answer, allowed_origins)
@@ -98,14 +93,14 @@ def new_app() -> FastAPI:
 
 
 def model_app(
-    async_llm: AsyncLLM, model: str, request_seconds: float | None, with_pages: bool, stored_responses: int
+    async_llm: AsyncLLM, model: str, request_seconds: float | None, with_pages: bool, stored: StoredResponses
 ) -> FastAPI:
     """The endpoints of one model."""
     app = new_app()
     add_errors(app)
     api = OpenAIApi(async_llm, model, request_seconds)
     tokens, explain, messages = TokensApi(api), ExplainApi(api), MessagesApi(api)
-    responses = ResponsesApi(api, stored_responses)
+    responses, ollama = ResponsesApi(api, stored), OllamaApi(api)
     app.add_api_route("/v1/models", api.models, methods=["GET"], response_class=Response)
     app.add_api_route("/v1/models/{name:path}", api.model, methods=["GET"], response_class=Response, responses=ANSWERS)
     posted: dict[str, Callable[..., Awaitable[Response]]] = {
@@ -117,6 +112,9 @@ def model_app(
         "/infill": InfillApi(api).infill,
         "/tokenize": tokens.tokenize,
         "/detokenize": tokens.detokenize,
+        "/api/chat": ollama.chat,
+        "/api/generate": ollama.generate,
+        "/api/show": ollama.show,
     }
     assert posted.keys() == POSTED
     explained: dict[str, Callable[..., Awaitable[Response]]] = {
@@ -142,14 +140,16 @@ def guarded(app: ASGIApp, limits: Limits, count: Callable[[int], None], allowed_
     return CORSMiddleware(
         guard,
         allowed_origins,
-        allow_methods=("GET", "POST"),
+        allow_methods=("DELETE", "GET", "POST"),
         allow_headers=("*",),
         expose_headers=("retry-after", REQUEST_ID),
     )
 
 
-def add_state(app: FastAPI, async_llm: AsyncLLM | Models) -> None:
-    """Add the endpoints for orchestrators and Prometheus."""
+def add_state(app: FastAPI, async_llm: AsyncLLM | Models, stored: StoredResponses) -> None:
+    """Add the endpoints for orchestrators and Prometheus, and those of responses that any model wrote."""
+    for method, answer in (("GET", stored.send), ("DELETE", stored.delete)):
+        app.add_api_route(f"{STORED}{{name}}", answer, methods=[method], response_class=Response, responses=ANSWERS)
 
     @app.head("/health", include_in_schema=False)
     @app.get("/health", response_class=PlainTextResponse, responses=ANSWERS)

@@ -65,6 +65,8 @@ class SeveralModels:
         if not isinstance(content, dict):
             raise RequestError(NO_OBJECT)
         name = content.get("model")
+        if isinstance(name, str) and name not in self._models.states:
+            name = name.removesuffix(":latest")  # Ollama's clients name a tag
         if not isinstance(name, str) or name not in self._models.states:
             raise self._unknown(name)
         return name

@@ -18,7 +18,9 @@ httpx = pytest.importorskip("httpx", reason="needs httpx")
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 MESSAGES_API, RESPONSES = "/v1/messages", "/v1/responses"
-BY_FIELD = {'"system"': MESSAGES_API, '"messages"': CHAT, '"input"': RESPONSES, '"input_prefix"': "/infill"}
+OLLAMA, GENERATE, SHOW = "/api/chat", "/api/generate", "/api/show"
+BY_FIELD = {'"system"': MESSAGES_API, '"options"': OLLAMA, '"messages"': CHAT, '"input"': RESPONSES}
+BY_FIELD |= {'"input_prefix"': "/infill", '"raw"': GENERATE}
 SHORT = {"prompt": "hello", "max_tokens": 3, "temperature": 0, "ignore_eos": True}
 MESSAGES = [{"role": "user", "content": "hello"}]
 MEBIBYTE = 1 << 20
@@ -64,8 +66,8 @@ def peak_bytes(server: Served) -> int:
 def send(client: Any, path: str, body: str | bytes) -> tuple[int, str]:
     """Status and message of the answer to a body."""
     answer = client.post(path, content=body, headers={"content-type": "application/json"})
-    content = answer.json()
-    return answer.status_code, (content.get("error") or {}).get("message", "")
+    error = answer.json()["error"] if answer.status_code != 200 else ""  # Ollama's is the message itself
+    return answer.status_code, error if isinstance(error, str) else error["message"]
 
 
 def nested(opening: str, closing: str, depth: int) -> str:
@@ -88,6 +90,8 @@ def nested(opening: str, closing: str, depth: int) -> str:
         '{"messages": [{"role": "user", "content": %s}]}',
         '{"system": %s, "messages": [{"role": "user", "content": "x"}]}',
         '{"input": %s}',
+        '{"messages": [{"role": "user", "content": "x"}], "options": %s}',
+        '{"prompt": "x", "raw": true, "format": %s}',
     ],
 )
 def test_json_that_is_too_deep_is_refused_and_leaves_no_trace(client: Any, place: str, depth: int) -> None:
@@ -146,10 +150,18 @@ PROPOSALS: list[tuple[dict[str, Any], str]] = [
         ('{"prompt": "x", "stream": true, "stream_options": {"metadata": {}}}', "metadata"),
         ('{"prompt": "x", "best_of": true}', "best_of"),
         ('{"prompt": "x", "speculative": 0}', "speculative"),
+        ('{"raw": true, "prompt": "\\ud800"}', "surrogate"),
+        ('{"raw": true, "options": {"num_predict": 1%s}}' % ("0" * 30), "options.num_predict"),
+        ('{"raw": true, "options": {"num_ctx": 1%s}}' % ("0" * 5000), "thousands of digits"),
+        ('{"raw": true, "options": {"temperature": 1e999}}', "temperature"),
+        ('{"raw": true, "options": {"seed": 1, "seed": 2}}', "'seed' is given twice"),
+        (json.dumps({"raw": True, "options": {"f" * 200_000: 1}}), "not supported"),
+        (json.dumps({"raw": True, "model": "m" * 200_000}), ""),
+        (json.dumps({"raw": True, "prompt": "x", "format": {"enum": ["x" * 70_000]}}), "characters"),
     ],
 )
 def test_numbers_names_and_texts_that_are_none(client: Any, body: str | bytes, named: str) -> None:
-    status, message = send(client, COMPLETIONS, body)
+    status, message = send(client, GENERATE if '"raw"' in str(body) else COMPLETIONS, body)
     assert status == (404 if "does not exist" in message else 400) and len(message) < 1000
     assert named in message
 
@@ -206,7 +218,9 @@ def test_health_is_answered_while_a_wide_answer_is_written(client: Any, server: 
 FIELDS = """prompt messages n temperature top_k top_p seed stop logit_bias speculative stream stream_options logprobs
 max_tokens min_tokens stop_token_ids user echo metadata tools tokens return_token_strs input system thinking text
 tool_choice reasoning stop_sequences max_output_tokens previous_response_id store include output_config suffix
-input_prefix input_suffix input_extra n_predict response_fields"""
+input_prefix input_suffix input_extra n_predict response_fields options format think raw keep_alive images template
+verbose"""
+PATHS = [COMPLETIONS, CHAT, MESSAGES_API, RESPONSES, "/infill", "/tokenize", "/detokenize", OLLAMA, GENERATE, SHOW]
 values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(st.characters(), max_size=4),
     lambda items: st.lists(items, max_size=3) | st.dictionaries(st.text(max_size=4), items, max_size=3),
@@ -216,17 +230,22 @@ bodies = st.dictionaries(st.sampled_from(FIELDS.split()), values, max_size=4)
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
-@given(bodies, st.sampled_from([COMPLETIONS, CHAT, MESSAGES_API, RESPONSES, "/infill", "/tokenize", "/detokenize"]))
+@given(bodies, st.sampled_from(PATHS))
 def test_whatever_a_body_holds_it_is_answered(client: Any, body: dict[str, Any], path: str) -> None:
+    chat: dict[str, Any] = {"messages": MESSAGES, "max_tokens": 2}
     wanted: dict[str, dict[str, Any]] = {
-        COMPLETIONS: {"prompt": "x"},
+        CHAT: chat,
+        MESSAGES_API: chat,
+        COMPLETIONS: {"prompt": "x", "max_tokens": 2},
         RESPONSES: {"input": "x", "max_output_tokens": 2},
+        OLLAMA: {"messages": MESSAGES, "options": {"num_predict": 2}},
+        GENERATE: {"prompt": "x", "options": {"num_predict": 2}},
     }
-    whole = {**wanted.get(path, {"messages": MESSAGES}), "max_tokens": 2, **body} if path.startswith("/v1") else body
-    assert send(client, path, json.dumps(whole))[0] in (200, 400)
+    assert send(client, path, json.dumps(wanted.get(path, {}) | body))[0] in (200, 400)
 
 
 PARTS: list[Any] = [{"type": "text", "text": ""}] * 4000
+CALLS: dict[str, Any] = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f"}}] * 128}
 SAID: list[dict[str, Any]] = [
     {"messages": [{"role": "user", "content": PARTS}] * 5},
     {"messages": [{"role": "user", "content": "x"}] * 4096, "max_tokens": 1},
@@ -240,10 +259,16 @@ SAID: list[dict[str, Any]] = [
     {"input": "x", "tools": [{"type": "function", "name": "f"}] * 5000},
     {"input": "x", "include": ["x"] * 100_000},
     {"input": "x", "metadata": {str(number): "x" for number in range(100_000)}},
+    {"messages": [CALLS, *[{"role": "tool", "content": "", "tool_name": "g"}] * 4000], "options": {"num_predict": 1}},
+    {"messages": [CALLS, CALLS, *[{"role": "tool", "content": ""}] * 129], "options": {"num_predict": 1}},
+    {"messages": [CALLS] * 129, "options": {"num_predict": 1}},
+    {"messages": MESSAGES, "options": {"stop": ["x"] * 100_000}},
+    {"messages": [{"role": "user", "content": "x", "images": ["x" * 1000] * 1000}], "options": {"num_predict": 1}},
 ]
 
 
 @pytest.mark.parametrize("body", SAID, ids=[f"{next(iter(body))} {number}" for number, body in enumerate(SAID)])
 def test_long_conversations_of_other_protocols_are_refused_or_served_soon(client: Any, body: dict[str, Any]) -> None:
-    status, message = send(client, RESPONSES if "input" in body else MESSAGES_API, json.dumps(body))
+    path = RESPONSES if "input" in body else OLLAMA if "options" in body else MESSAGES_API
+    status, message = send(client, path, json.dumps(body))
     assert (status == 400 and 0 < len(message) < 1000) or (status == 200 and "reasoning" in str(body)[:100])

@@ -54,6 +54,7 @@ RUNTIME_ROOMS = (
     "serving/http",
     "serving/openai",
     "serving/anthropic",
+    "serving/ollama",
     "serving/several.py",
     "serving/app.py",
     "serving/triton",

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any, cast
+from typing import Any
 
 from fastapi.responses import Response
-from pydantic_core import from_json
 
 from ...text.writer import StreamChunk
 from ..http.errors import refusal_of
@@ -22,15 +21,12 @@ class MessageAnswer(Answer):
     """One answer, whole or as events."""
 
     prefix = "msg_"
+    opens = False  # the first event says how much of the prompt was in the cache
 
     def __init__(self, format: ChatFormat, *arguments: Any, **options: Any) -> None:
         super().__init__(format, *arguments, **options)
         self._blocks = Blocks(format.content.reader())
         self._begun = False
-
-    def opened(self) -> Iterator[bytes]:
-        """Nothing: the first event says how much of the prompt was in the cache."""
-        return iter(())
 
     def added(self, index: int, chunk: StreamChunk) -> Iterator[bytes]:
         part = self._begin(index, chunk)
@@ -98,16 +94,7 @@ def written(step: Step) -> dict[str, Any]:
 def whole(block: Block) -> dict[str, Any]:
     """A block as far as it was written."""
     if block.kind == CALL:
-        return {"type": "tool_use", "id": block.id, "name": block.name, "input": arguments_of(block.text)}
+        return {"type": "tool_use", "id": block.id, "name": block.name, "input": block.object}
     kind, name, _ = NAMES[block.kind]
     content = {"type": kind, name: block.text}
     return content | {"signature": ""} if block.kind == THOUGHT else content  # nobody checks who wrote it
-
-
-def arguments_of(text: str) -> dict[str, Any]:
-    """The arguments of a call, as far as they are JSON: max_tokens may have cut them, or the model wrote others."""
-    try:
-        content = from_json(text, allow_inf_nan=False, allow_partial="trailing-strings")
-    except ValueError:
-        return {}
-    return cast(dict[str, Any], content) if isinstance(content, dict) else {}

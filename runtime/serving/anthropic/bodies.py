@@ -126,7 +126,7 @@ class CountBody(TranslatedBody):
             if "tool_calls" in turns.last:
                 raise RequestError("messages: the last message calls a tool: send the tool_result in a further message")
             fields |= {"add_generation_prompt": False, "continue_final_message": True}
-        return self.as_chat(**fields)
+        return self.as_body(ChatBody, **fields)
 
 
 class MessagesBody(CountBody):

@@ -1,4 +1,4 @@
-"""All errors in OpenAI's form, or in Anthropic's."""
+"""All errors in OpenAI's form, in Anthropic's, or in Ollama's."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from ...requests.models import NotOpened
 from ..body import problem_of
 from ..waiting import ClientGone
 
-PLACES = "this server has /v1/chat/completions, /v1/messages, /v1/responses and what /openapi.json lists"
-MESSAGES = "/v1/messages"  # the addresses of Anthropic's API begin so
+PLACES = "this server has /v1/chat/completions, /v1/messages, /v1/responses, /api/chat and what /openapi.json lists"
+MESSAGES, OLLAMA = "/v1/messages", "/api/"  # the addresses of Anthropic's and of Ollama's API begin so
 KINDS = {401: "authentication_error", 404: "not_found_error", 413: "request_too_large", 429: "rate_limit_error"}
 KINDS |= {503: "overloaded_error", 504: "timeout_error"}
 MAX_SHOWN = 200  # characters of a client's text that are quoted
@@ -57,8 +57,15 @@ class Refusal(NamedTuple):
         kind = KINDS.get(self.status, "invalid_request_error" if self.status < 500 else "api_error")
         return json.dumps({"type": "error", "error": {"type": kind, "message": self.message}}).encode()
 
+    @property
+    def as_line(self) -> bytes:
+        """The same in Ollama's form."""
+        return json.dumps({"error": self.message}).encode()
+
     def body_for(self, path: str) -> bytes:
         """The JSON in the form of an address' API."""
+        if path.startswith(OLLAMA):
+            return self.as_line
         return self.as_message if path.startswith(MESSAGES) else self.body
 
     @property

@@ -17,7 +17,8 @@ from .errors import MAX_SHOWN, RETRY_SECONDS, Refusal
 from .fair import FairLimit, Held
 from .hosts import AllowedHosts
 
-GUARDED = ("/v1/", "/infill", "/tokenize", "/detokenize")
+GUARDED = ("/v1/", "/api/", "/infill", "/tokenize", "/detokenize")
+STORED = "/v1/responses/"  # below it answers are as large as those to a POST
 HEALTH = ("/health", "/health/ready")  # allowed for every host name, because these answers contain no secrets
 REQUEST_ID = "x-request-id"
 MAX_REQUEST_ID = 128
@@ -47,8 +48,9 @@ def answer_bytes() -> int:
 
 
 class RequestGuard:
-    """ASGI middleware. It reads the body of a POST completely; only then the request counts as in progress, and the
-    application is called. `is_within_share` limits the requests in progress of each client.
+    """ASGI middleware. It reads the body of a POST, or of what asks for a stored response, completely; only then the
+    request counts as in progress, and the application is called. `is_within_share` limits the requests in progress of
+    each client.
 
     The scope's state gets a `client`: the name of the API key if there are several names, else the address; a request
     in progress also gets HELD.
@@ -84,7 +86,7 @@ class RequestGuard:
             return
         state = scope.setdefault("state", {})
         state["client"] = client
-        if scope["method"] != "POST":
+        if scope["method"] != "POST" and not scope["path"].startswith(STORED):
             await self._app(scope, receive, send)
             return
         length = headers.get("content-length", "0")

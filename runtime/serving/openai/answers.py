@@ -63,6 +63,8 @@ class Answer:
     """Collects one answer, which is sent whole or as events. done: the last event."""
 
     prefix = ""  # of ids, instead of the format's
+    media = "text/event-stream"
+    opens = True  # whether there are events before the first token
     keeps = False  # whether it keeps its chunks where it is sent as events
     done = b"data: [DONE]\n\n"
 
@@ -103,7 +105,7 @@ class Answer:
 
     def opened(self) -> Iterator[bytes]:
         """The events before the first token, which name the roles."""
-        for index in range(len(self.choices)):
+        for index in range(len(self.choices) if self.opens else 0):
             if (choice := self._format.opening(index)) is not None:
                 yield self._accounted(self._chunk([choice]))
 

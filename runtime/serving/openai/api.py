@@ -54,7 +54,7 @@ class OpenAIApi:
 
     def __init__(self, async_llm: AsyncLLM, model: str, request_seconds: float | None) -> None:
         """model: its name in requests. request_seconds: time limit of a request."""
-        self.async_llm = async_llm
+        self.async_llm, self.name = async_llm, model
         self._llm = async_llm.llm
         self._request_seconds = request_seconds
         self._max_length = self._llm.bundle.manifest.max_length
@@ -82,8 +82,8 @@ class OpenAIApi:
 
     def begin(self, model: str | None) -> TimeLimit:
         """The time of a request for a model. Raises UnknownModel for another one than this."""
-        if model not in (None, self._card["id"]):
-            raise UnknownModel(model, str(self._card["id"]))
+        if model not in (None, self.name, f"{self.name}:latest"):  # Ollama's clients name a tag
+            raise UnknownModel(model, self.name)
         return TimeLimit(self._request_seconds)
 
     async def while_connected(self, request: Request, work: Coroutine[Any, Any, T], limit: TimeLimit | None) -> T:
@@ -186,7 +186,7 @@ class OpenAIApi:
         answer = write(
             asked.format,
             self._texts,
-            str(self._card["id"]),
+            self.name,
             asked.prompts,
             [echo for echo in asked.echoes for _ in range(body.num_choices)],
             proposal=0 if asked.config is None else asked.config.max_tokens,
@@ -202,9 +202,7 @@ class OpenAIApi:
             return await self.while_connected(request, collected(answer, chunks), None)
         # Before the first chunk, an error can still be an HTTP status.
         first = await self.while_connected(request, anext(chunks), None)
-        return StreamingResponse(
-            server_sent(answer, first, chunks), media_type="text/event-stream", headers=STREAM_HEADERS
-        )
+        return StreamingResponse(server_sent(answer, first, chunks), media_type=answer.media, headers=STREAM_HEADERS)
 
     async def _submit_all(self, body: GenerationBody, client: str, asked: PreparedRequest) -> list[RequestStream]:
         """Queue all choices, or none. Others have their turn between two of them, whose settings take time."""
@@ -233,7 +231,7 @@ async def collected(answer: Answer, chunks: AsyncGenerator[Numbered, None]) -> R
 
 
 async def server_sent(answer: Answer, first: Numbered, chunks: AsyncGenerator[Numbered, None]) -> AsyncIterator[bytes]:
-    """The answer as server-sent events. An error after the first chunk is an event."""
+    """The answer as server-sent events, or lines. An error after the first chunk is an event."""
     try:
         async with aclosing(chunks):
             for each in answer.opened():

@@ -5,7 +5,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
+
+from pydantic_core import from_json
 
 from ...sampling.thought import Thought
 from ...text.reasoning import ThoughtPart, ThoughtReader
@@ -66,6 +68,15 @@ class Block:
     def text(self) -> str:
         """The text, or the arguments of the call."""
         return "".join(self.pieces)
+
+    @property
+    def object(self) -> dict[str, Any]:
+        """The arguments, as far as they are JSON: max_tokens may have cut them, or the model wrote others."""
+        try:
+            content = from_json(self.text, allow_inf_nan=False, allow_partial="trailing-strings")
+        except ValueError:
+            return {}
+        return content if isinstance(content, dict) else {}
 
 
 class Step(NamedTuple):

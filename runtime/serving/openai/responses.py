@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections import OrderedDict
 from functools import partial
 from typing import Any, NamedTuple
 
 from fastapi import Request
 from fastapi.responses import Response
+from starlette.exceptions import HTTPException
 
 from ....models.errors import RequestError, shown
+from .answers import as_json
 from .api import OpenAIApi
 from .responses_answer import ResponseAnswer
 from .responses_body import ResponsesBody, add_items
@@ -22,6 +25,7 @@ class StoredResponse(NamedTuple):
     """A response, and the turns up to its end, without instructions."""
 
     client: str
+    response: dict[str, Any]
     messages: list[dict[str, Any]]
     size: int  # characters
 
@@ -37,7 +41,8 @@ class StoredResponses:
         """Keep a response, in the place of the oldest ones where there is no room."""
         add_items(turns, response["output"])
         messages = turns.messages
-        self._kept[response["id"]] = StoredResponse(client, messages, sum(len(str(each)) for each in messages))
+        size = sum(len(str(each)) for each in (*messages, response))
+        self._kept[response["id"]] = StoredResponse(client, response, messages, size)
         while len(self._kept) > self.most or sum(each.size for each in self._kept.values()) > STORED_CHARACTERS:
             self._kept.popitem(last=False)
 
@@ -50,20 +55,40 @@ class StoredResponses:
                 "previous_response_id: this server stores no responses: start it with --stored-responses, or send the "
                 "earlier items in input"
             )
-        kept = self._kept.get(name)
-        if kept is None or kept.client != client:
+        kept = self._own(client, name)
+        if kept is None:
             raise RequestError(
                 f"previous_response_id: {shown(name)} is not stored, or no longer: send the earlier items in input"
             )
         return Turns(kept.messages)
 
+    async def send(self, name: str, request: Request) -> Response:
+        """A stored response, whole. Another thread writes it, because it may have megabytes."""
+        if asked := next(iter(request.query_params), None):
+            raise RequestError(f"{shown(asked)}: a stored response is sent whole and as it was: leave it out")
+        return await asyncio.to_thread(as_json, self._found(name, request).response)
+
+    async def delete(self, name: str, request: Request) -> Response:
+        """Responses that went on from it stay."""
+        self._found(name, request)
+        del self._kept[name]
+        return as_json({"id": name, "object": "response", "deleted": True})
+
+    def _own(self, client: str, name: str) -> StoredResponse | None:
+        kept = self._kept.get(name)
+        return None if kept is None or kept.client != client else kept
+
+    def _found(self, name: str, request: Request) -> StoredResponse:
+        if (kept := self._own(request.state.client, name)) is None:
+            raise HTTPException(404, f"the response {shown(name)} is not stored, or no longer")
+        return kept
+
 
 class ResponsesApi:
-    """The endpoint."""
+    """The endpoint that makes responses."""
 
-    def __init__(self, api: OpenAIApi, stored: int) -> None:
-        """stored: the most responses that are kept."""
-        self._api, self._stored = api, StoredResponses(stored)
+    def __init__(self, api: OpenAIApi, stored: StoredResponses) -> None:
+        self._api, self._stored = api, stored
 
     async def create(self, body: ResponsesBody, request: Request) -> Response:
         client = request.state.client

@@ -115,7 +115,8 @@ class ResponsesBody(TranslatedBody):
         if isinstance(choice, ChosenFunction):
             choice = NamedTool(type="function", function=FunctionName(name=choice.name))
         tools = [as_tool(each) for each in self.tools or ()]
-        return self.as_chat(
+        return self.as_body(
+            ChatBody,
             messages=turns.messages,
             max_tokens=self.max_output_tokens,
             tools=tools or None,

@@ -19,8 +19,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from ...sampling.params import SamplingParams
 from .answers import Answer
 
-OPERATIONS = {"/v1/completions": "text_completion"}
-OPERATIONS |= dict.fromkeys(("/v1/chat/completions", "/v1/messages", "/v1/responses"), "chat")
+OPERATIONS = dict.fromkeys(("/v1/completions", "/api/generate"), "text_completion")
+OPERATIONS |= dict.fromkeys(("/v1/chat/completions", "/v1/messages", "/v1/responses", "/api/chat"), "chat")
 W3C = TraceContextTextMapPropagator()
 
 

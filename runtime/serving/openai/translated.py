@@ -4,14 +4,16 @@ mean."""
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 from pydantic import BeforeValidator, Field, ValidationError
 from pydantic_core import PydanticCustomError
 
 from ....models.errors import RequestError, shown
 from ..body import SamplingBody, problem_of
-from .bodies import ChatBody, ModelBody
+from .bodies import ChatBody, GenerationBody, ModelBody
+
+B = TypeVar("B", bound=GenerationBody)
 
 
 class TranslatedBody(SamplingBody, ModelBody):
@@ -25,12 +27,12 @@ class TranslatedBody(SamplingBody, ModelBody):
     chat_template_kwargs: Any = None
     thinking_token_budget: Any = None
 
-    def as_chat(self, **fields: Any) -> ChatBody:
-        """The body of a chat with these fields; those that are None count as left out. Raises RequestError."""
-        names = (self.model_fields_set & ChatBody.model_fields.keys()) - self.own
+    def as_body(self, kind: type[B], **fields: Any) -> B:
+        """The body of this kind with these fields; those that are None count as left out. Raises RequestError."""
+        names = (self.model_fields_set & kind.model_fields.keys()) - self.own
         given = {name: value for name, value in fields.items() if value is not None}
         try:
-            return ChatBody(**{**{name: getattr(self, name) for name in names}, **given})
+            return kind(**{**{name: getattr(self, name) for name in names}, **given})
         except ValidationError as error:
             raise RequestError(problem_of(error.errors()).message) from error
 

@@ -1,4 +1,4 @@
-"""Every field of Anthropic's and OpenAI's newer protocols is sent, and docs/parameters.md says what becomes of it."""
+"""Every field of Anthropic's, OpenAI's newer and Ollama's protocols: docs/parameters.md says what becomes of it."""
 
 from __future__ import annotations
 
@@ -11,15 +11,21 @@ from bundling import ROOT
 from serving import Served
 
 anthropic = pytest.importorskip("anthropic", reason="needs the anthropic package")
+ollama = pytest.importorskip("ollama", reason="needs the ollama package")
 openai = pytest.importorskip("openai", reason="needs the openai package")
 
 from draftwood.runtime.serving.anthropic.bodies import MessagesBody  # noqa: E402 - after the skips
+from draftwood.runtime.serving.ollama.bodies import OllamaChatBody, OllamaGenerateBody, Options  # noqa: E402
 from draftwood.runtime.serving.openai.responses_body import ResponsesBody  # noqa: E402
 
 MESSAGES, RESPONSES = "/v1/messages", "/v1/responses"
+CHAT, GENERATE, OPTIONS = "/api/chat", "/api/generate", "options"
 BODIES: dict[str, dict[str, Any]] = {
     MESSAGES: {"messages": [{"role": "user", "content": "x"}], "max_tokens": 2},
     RESPONSES: {"input": "x", "max_output_tokens": 2},
+    CHAT: {"messages": [{"role": "user", "content": "x"}], "options": {"num_predict": 2}},
+    GENERATE: {"prompt": "x", "options": {"num_predict": 2}},
+    OPTIONS: {"num_predict": 2},
 }
 TOOL = {"name": "f", "input_schema": {}}
 FUNCTION = {"type": "function", "name": "f"}
@@ -58,13 +64,39 @@ VALUES: dict[str, dict[str, Any]] = {
         "truncation": "auto",
         "user": "me",
     },
+    CHAT: {
+        "format": "json",
+        "messages": [{"role": "user", "content": "y"}],
+        "model": "tiny:latest",
+        "options": {"num_predict": 1, "seed": 3},
+        "tools": [{"type": "function", "function": {"name": "f"}}],
+    },
+    OPTIONS: {
+        "frequency_penalty": 0.5,
+        "min_p": 0.5,
+        "mirostat": 2,
+        "num_predict": 1,
+        "penalize_newline": False,
+        "presence_penalty": 0.5,
+        "repeat_last_n": 64,
+        "repeat_penalty": 1.1,
+        "seed": 3,
+        "stop": ["x"],
+        "temperature": 0.5,
+        "tfs_z": 0.5,
+        "top_k": 5,
+        "top_p": 0.5,
+        "typical_p": 0.5,
+    },
 }
+VALUES[GENERATE] = {**VALUES[CHAT], "prompt": "y", "suffix": "def", "system": "be kind"}
 WITH: dict[str, dict[str, Any]] = {
     MESSAGES: {"tool_choice": {"tools": [TOOL]}},
     RESPONSES: {"tool_choice": {"tools": [FUNCTION]}},
 }
 # What clients send beside what their package lists: sampling, and fields of Claude Code and Codex.
 FURTHER = {MESSAGES: {"context_management", "temperature", "top_k", "top_p"}, RESPONSES: {"client_metadata"}}
+FURTHER[OPTIONS] = {"min_p"}
 TABLE = r"^\| \| `{}` \|\n\|---\|---\|\n((?:\|.*\n)+)"
 
 
@@ -85,23 +117,38 @@ def fields_of(path: str) -> set[str]:
         from anthropic.types.message_create_params import MessageCreateParamsBase as Messages
 
         return {*Messages.__annotations__, "stream"} | FURTHER[path]
+    if path != RESPONSES:
+        from ollama._types import ChatRequest, GenerateRequest
+        from ollama._types import Options as OllamaOptions
+
+        kind: Any = {CHAT: ChatRequest, GENERATE: GenerateRequest, OPTIONS: OllamaOptions}[path]
+        return {*kind.model_fields} | FURTHER.get(path, set())
     from openai.types.responses.response_create_params import ResponseCreateParamsBase as Responses
 
     return {*Responses.__annotations__, "stream"} | FURTHER[path]
 
 
-@pytest.mark.parametrize(("path", "body"), [(MESSAGES, MessagesBody), (RESPONSES, ResponsesBody)])
-def test_each_field_is_what_the_page_says(thinker: Served, path: str, body: Any) -> None:
-    said = listed(path)
+KINDS = {MESSAGES: MessagesBody, RESPONSES: ResponsesBody}
+KINDS |= {CHAT: OllamaChatBody, GENERATE: OllamaGenerateBody, OPTIONS: Options}
+
+
+@pytest.mark.parametrize(("path", "body"), KINDS.items())
+def test_each_field_is_what_the_page_says(thinker: Served, api: Served, path: str, body: Any) -> None:
+    said, server = listed(path), api if path == GENERATE else thinker  # whose model infills
     assert said.keys() == fields_of(path)
+
+    def ask(**fields: Any) -> tuple[int, str]:
+        fields = BODIES[path] | fields
+        return server.ask(CHAT, BODIES[CHAT] | {OPTIONS: fields}) if path == OPTIONS else server.ask(path, fields)
+
     for name, kind in said.items():
         value = VALUES[path].get(name, True)
         if name == "previous_response_id":
-            value = json.loads(thinker.ask(path, BODIES[path])[1])["id"]
-        status, text = thinker.ask(path, {**BODIES[path], **WITH[path].get(name, {}), name: value})
+            value = json.loads(ask()[1])["id"]
+        status, text = ask(**WITH.get(path, {}).get(name, {}), **{name: value})
         assert status == (400 if kind == "refused" else 200) and (status == 200 or name in text), (name, text)
         assert (name in body.ignored or name == "include") == (kind == "no effect"), name
     for name, values in body.neutral.items():
         assert said[name] == "refused"
         for value in values:
-            assert thinker.ask(path, {**BODIES[path], name: value})[0] == 200, name
+            assert ask(**{name: value})[0] == 200, name

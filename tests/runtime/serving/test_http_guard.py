@@ -106,7 +106,7 @@ async def test_a_body_arrives_whole_in_time_or_not_at_all() -> None:
 
 @in_a_loop
 async def test_more_requests_than_allowed_are_refused_before_they_are_read() -> None:
-    """But not those for the state, nor a GET; bodies on the way take no place."""
+    """But not those for the state, nor a GET, unless it is of a stored response; bodies on the way take no place."""
     echo, counted = Echo(), list[int]()
     guard = RequestGuard(echo, Limits(10, 2), counted.append)
     arriving = [asyncio.create_task(ask(guard, [part(b"x", True), 60.0])) for _ in range(144)]
@@ -115,12 +115,13 @@ async def test_more_requests_than_allowed_are_refused_before_they_are_read() -> 
     running = [asyncio.create_task(ask(guard)) for _ in range(2)]
     await settle()
     assert len(echo.bodies) == 2 and result_of(await ask(guard, [])) == (429, "queue_full")
+    assert result_of(await ask(guard, [], "/v1/responses/resp_1", method="GET")) == (429, "queue_full")
     others = [asyncio.create_task(ask(guard, path="/health"))]
     others.append(asyncio.create_task(ask(guard, path="/v1/models", method="GET")))
     echo.go.set()
     assert {result_of(answer) for answer in await asyncio.gather(*running, *others)} == {(200, None)}
     assert result_of(await ask(guard)) == (200, None)
-    assert sorted(counted) == [200, 200, 200, 200, 429], "but not of /health"
+    assert sorted(counted) == [200, 200, 200, 200, 429, 429], "but not of /health"
     for each in arriving:
         each.cancel()
     await asyncio.gather(*arriving, return_exceptions=True)

@@ -13,7 +13,8 @@ anthropic = pytest.importorskip("anthropic", reason="needs the anthropic package
 httpx = pytest.importorskip("httpx", reason="needs httpx")
 
 from draftwood.models.errors import RequestError  # noqa: E402 - after the skips
-from draftwood.runtime.serving.anthropic.answers import MessageAnswer, arguments_of  # noqa: E402
+from draftwood.runtime.serving.anthropic.answers import MessageAnswer  # noqa: E402
+from draftwood.runtime.serving.openai.content import CALL, Block  # noqa: E402
 
 USER: dict[str, Any] = {"role": "user", "content": "hello"}
 SCHEMA = {
@@ -211,4 +212,4 @@ CUT = {'{"a": "b': {"a": "b"}, '{"a": [1, {"b": nul': {"a": [1, {}]}, "[1]": {},
 
 @pytest.mark.parametrize("text", CUT)
 def test_arguments_that_were_cut_are_kept_as_far_as_they_go(text: str) -> None:
-    assert arguments_of(text) == CUT[text]
+    assert Block(CALL, 0, pieces=[text]).object == CUT[text]

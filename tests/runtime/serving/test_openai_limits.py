@@ -74,6 +74,8 @@ def test_without_the_key_only_the_state_is_answered(server: Served, key: str | N
         assert code_of(stranger.post("/v1/completions", json=SHORT)) == (401, "invalid_api_key")
         refused = stranger.post("/v1/messages", json=SHORT)
         assert (refused.status_code, refused.json()["error"]["type"]) == (401, "authentication_error")
+        for path in ("/api/tags", "/api/ps", "/api/version", "/v1/responses/resp_1"):
+            assert stranger.get(path).status_code == 401
         for path in ("/health", "/health/ready", "/metrics"):
             assert stranger.get(path).status_code == 200
             assert stranger.head(path).status_code == 200  # how load testers ask

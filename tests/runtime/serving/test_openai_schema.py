@@ -26,11 +26,25 @@ WRITTEN = (
     "/v1/messages",
     "/v1/messages/count_tokens",
     "/v1/responses",
+    "/api/chat",
+    "/api/generate",
+    "/api/show",
     "/tokenize",
     "/detokenize",
 )
 NEEDED = {"messages": [{"role": "user", "content": "x"}], "prompt": None, "tokens": None, "input": "x"}
-READ = ("/v1/models", "/v1/models/{name}", "/health", "/health/ready", "/metrics", "/version")
+READ = (
+    "/v1/models",
+    "/v1/models/{name}",
+    "/v1/responses/{name}",
+    "/api/ps",
+    "/api/tags",
+    "/api/version",
+    "/health",
+    "/health/ready",
+    "/metrics",
+    "/version",
+)
 
 
 @pytest.fixture(scope="module")

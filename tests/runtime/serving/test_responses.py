@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Literal
 
 import pytest
@@ -15,6 +17,7 @@ openai = pytest.importorskip("openai", reason="needs the openai package")
 httpx = pytest.importorskip("httpx", reason="needs httpx")
 
 from inside import post as post_inside  # noqa: E402 - after the skips
+from starlette.exceptions import HTTPException  # noqa: E402
 
 from draftwood.models.errors import RequestError  # noqa: E402
 from draftwood.runtime import LLM  # noqa: E402
@@ -144,9 +147,31 @@ def test_a_stored_response_goes_on(client: Any) -> None:
         create(client, previous_response_id=first.id)
 
 
+def test_a_stored_response_is_read_and_deleted(client: Any) -> None:
+    first = create(client, metadata={"a": "b"})
+    assert client.responses.retrieve(first.id) == first
+    *_, last = create(client, stream=True)
+    streamed = last.response
+    assert client.responses.retrieve(streamed.id) == streamed
+    with pytest.raises(openai.BadRequestError, match="a stored response is sent whole"):
+        client.get(f"/responses/{first.id}?stream=true", cast_to=object)
+    gone_on = create(client, input="and?", previous_response_id=first.id)  # two are kept
+    with pytest.raises(openai.NotFoundError, match="is not stored, or no longer"):
+        client.responses.retrieve(first.id)
+    deleted = client.delete(f"/responses/{gone_on.id}", cast_to=object)
+    assert deleted == {"id": gone_on.id, "object": "response", "deleted": True}
+    for call in (client.responses.retrieve, client.responses.delete):
+        with pytest.raises(openai.NotFoundError, match="is not stored, or no longer"):
+            call(gone_on.id)
+    client.responses.delete(streamed.id)
+    with pytest.raises(openai.BadRequestError, match="is not stored, or no longer"):
+        create(client, previous_response_id=streamed.id)
+
+
 def test_without_the_option_nothing_is_stored(http: Any) -> None:
     answer = http.post("/v1/responses", json={"input": "hello", "max_output_tokens": 2, "store": True}).json()
     assert answer["store"] is False
+    assert http.get(f"/v1/responses/{answer['id']}").json()["error"]["type"] == "invalid_request_error"
     refused = http.post("/v1/responses", json={"input": "x", "previous_response_id": answer["id"]})
     assert refused.status_code == 400 and "--stored-responses" in refused.text
 
@@ -165,6 +190,10 @@ def test_what_is_stored_is_bounded_and_each_clients_own(monkeypatch: pytest.Monk
     assert stored.turns("a", "first").messages == [{"role": "user", "content": [{"type": "text", "text": "x" * 300}]}]
     with pytest.raises(RequestError, match="is not stored"):
         stored.turns("b", "first")
+    stranger: Any = SimpleNamespace(state=SimpleNamespace(client="b"), query_params={})
+    for what in (stored.send, stored.delete):
+        with pytest.raises(HTTPException):
+            asyncio.run(what("first", stranger))
     keep("third", 300)
     with pytest.raises(RequestError, match="is not stored"):
         stored.turns("a", "first")

@@ -60,6 +60,22 @@ def test_a_model_is_opened_when_it_is_named_and_closed_for_another(server: Serve
     assert server.ask("/health") == (200, "ok")
 
 
+def test_ollamas_clients_see_all_models(server: Served) -> None:
+    complete(server, model="one")
+    body = {"model": "one:latest", "prompt": "hello", "raw": True, "stream": False, "options": {"num_predict": 2}}
+    assert json.loads(server.ask("/api/generate", body)[1])["eval_count"] == 2
+    listed, running = (json.loads(server.ask(path)[1])["models"] for path in ("/api/tags", "/api/ps"))
+    assert [entry["name"] for entry in listed] == ["one:latest", "two:latest"]
+    assert [entry["details"] == {} for entry in listed] == [False, True]
+    assert running == listed[:1]
+    status, text = server.ask("/api/chat", {"model": "three"})
+    assert status == 404 and "'three' does not exist" in json.loads(text)["error"]
+    status, text = server.ask("/api/pull", {"model": "one"})
+    assert status == 400 and "draftwood serve" in json.loads(text)["error"]
+    status, text = server.ask("/v1/responses/resp_1")
+    assert status == 404 and "is not stored" in json.loads(text)["error"]["message"]
+
+
 @pytest.mark.parametrize(
     ("path", "body", "status", "named"),
     [
