@@ -51,11 +51,9 @@ class RandomLayer(Checkpoint):
         self._shapes, self._generator = network_of(config).tensors(), np.random.default_rng(0)
 
     def tensor(self, name: str) -> NDArray[Any]:
-        """See Checkpoint.tensor."""
         return self._generator.random(self._shapes[name], np.float32) * np.float32(0.04) - np.float32(0.02)
 
     def blocks(self, name: str) -> Blocks | None:
-        """See Checkpoint.blocks."""
         return None
 
 
@@ -113,7 +111,6 @@ def halved(size: int) -> int:
 
 
 def num_weights(config: LlamaConfig) -> int:
-    """The weights of the matrices of a layer."""
     return sum(each.inputs * sum(each.outputs) for each in network_of(config).layers[0].matrices)
 
 

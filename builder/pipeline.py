@@ -114,7 +114,6 @@ def downloaded(options: BuildOptions, begin: Begin) -> BuildOptions:
 
 
 def opened(options: BuildOptions, advance: Callable[[], None]) -> dict[str, Checkpoint]:
-    """The checkpoint of each engine. Raises CheckpointError."""
     checkpoints: dict[str, Checkpoint] = {}
     for role in options.roles:
         path = options.target if role == TARGET or not isinstance(options.draft, Path) else options.draft

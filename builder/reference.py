@@ -60,7 +60,6 @@ class Reference:
 
     @np.errstate(all="ignore")
     def scored(self) -> Scored:
-        """The rows after the last layer, scored."""
         hidden = self._normed(self._network.norm, self._rows)
         (logits,) = self._products(self._network.head, hidden)
         acceptance = None if self._head is None else accepted(self._head, hidden)

@@ -119,7 +119,6 @@ def cached(args: argparse.Namespace, console: Console) -> Path:
 
 
 def built(args: argparse.Namespace, console: Console) -> Path:
-    """The folder of the bundle that was built."""
     choice = (
         choose_backend(lambda: compare_usual(str(getattr(args, "precision", "")))) if args.backend == AUTO else None
     )

@@ -84,7 +84,6 @@ def answer_in_json(state: ChatState) -> None:
 
 
 def answer_in_text(state: ChatState, errors: Console) -> None:
-    """Print the answer to each line of standard input."""
     for message in messages():
         answer(state, message, errors)
 

@@ -110,7 +110,6 @@ def run(args: argparse.Namespace) -> int:
 
 
 def verdict(report: AuditReport) -> str:
-    """An audit in one line."""
     if report.equal:
         return f"audit: all {report.num_tokens} tokens are those of plain decoding"
     tokens = f"{report.speculative_token} instead of {report.plain_token}"

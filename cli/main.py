@@ -53,7 +53,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def exit_code(argv: Sequence[str] | None) -> int:
-    """Run one command; returns its exit code."""
     try:
         check_output()
         return run_command(sys.argv[1:] if argv is None else argv)

@@ -173,7 +173,6 @@ def model_of(args: argparse.Namespace) -> Model:
 
 
 def bundle_for(args: argparse.Namespace) -> Path:
-    """The folder of the model's bundle, see `bundle_of`."""
     return bundle_of(model_of(args), getattr(args, "quiet", False))
 
 
@@ -217,7 +216,6 @@ def add_running(group: argparse._ActionsContainer) -> None:
 
 
 def add_engines(parser: argparse.ArgumentParser) -> None:
-    """Add the options of the engines on this machine."""
     group = parser.add_argument_group(FURTHER + "engines")
     group.add_argument("--threads", type=int, default=THREADS, help="threads of the target; 0 lets the backend choose")
     group.add_argument(

@@ -210,7 +210,6 @@ def run(args: argparse.Namespace) -> int:
 
 
 def limits_of(args: argparse.Namespace) -> dict[str, Any]:
-    """The limits of each AsyncLLM."""
     names = ("max_running", "max_waiting", "kv_cache_bytes", "prefix_cache_slots", "max_pause_ms")
     return {name: getattr(args, name) for name in names}
 

@@ -172,7 +172,6 @@ def layer_of(config: LlamaConfig, index: int) -> Layer:
 
 
 def network_of(config: LlamaConfig) -> Network:
-    """The description of a model."""
     hidden = config.hidden_size
     return Network(
         embedding=Matrix(EMBEDDING, (EMBED_TOKENS,), hidden, (config.vocab_size,)),

@@ -77,7 +77,6 @@ class GrowingCache(NamedTuple):
     def __call__(
         self, layer: int, query: Tensor, keys: Tensor, values: Tensor, scale: float, window: int | None
     ) -> Tensor:
-        """See LayerAttention."""
         end = self.start + keys.shape[2]
         cached = self.cache[2 * layer : 2 * layer + 2]
         cached[0, :, :, self.start : end] = keys

@@ -138,7 +138,6 @@ class ChatSession:
         self.turns[:], self._system = turns, system
 
     def close(self) -> None:
-        """Free the caches."""
         self._scheduler.close()
 
     def __enter__(self) -> ChatSession:

@@ -93,7 +93,6 @@ class Checkpoint:
         return result
 
     def stored(self, name: str) -> Stored | None:
-        """See TensorSource.stored."""
         return self._source.stored(name)
 
     def blocks(self, name: str) -> Blocks | None:

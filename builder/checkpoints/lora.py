@@ -78,7 +78,6 @@ class Merged:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Sentences that a build shows to its user."""
         name, changed, replaced = self._folder.name, len(self._modules), len(self._whole)
         merged = f"the adapter {name} is merged (matrices changed: {changed}, tensors replaced: {replaced})"
         if any(os.path.lexists(self._folder / file) for file in TOKENIZER_FILES):
@@ -107,7 +106,6 @@ class Merged:
         return None if changed else stored_blocks(self._source, name)
 
     def _own_name(self, name: str) -> str:
-        """The model's name of an adapter's tensor."""
         if not name.startswith(PREFIX):
             raise self._unmatched(name)
         return name.removeprefix(PREFIX).replace(BASE, ".")

@@ -32,7 +32,6 @@ class Blocks(NamedTuple):
     offsets: NDArray[np.float32]  # the same
 
     def rows(self, chosen: slice | NDArray[np.int64]) -> Blocks:
-        """Some rows of the matrix."""
         return Blocks(self.bits, self.codes[chosen], self.scales[chosen], self.offsets[chosen])
 
 

@@ -41,12 +41,10 @@ class Source:
 
     @property
     def weights(self) -> Weights:
-        """The weights that the engine stores."""
         return stored_as(self.checkpoint, BACKENDS[self.backend], self.precision, self.rounded, self.form)
 
 
 def engine_spec(source: Source, options: BuildOptions, max_length: int) -> EngineSpec:
-    """The spec of the engine that is to be made."""
     backend = BACKENDS[source.backend]
     return EngineSpec(
         role=source.role,
@@ -84,7 +82,6 @@ def make_engine(source: Source, spec: EngineSpec, options: BuildOptions, staging
 
 
 def exported_engine(source: Source, spec: EngineSpec, staging: Path, begin: Begin) -> Made:
-    """Make an engine that runs an exported graph."""
     write_graph(source, spec, staging / spec.file, begin)
     # Low-bit engines round activations, too. In fp32 the same file must agree with the reference as closely as any.
     precisions = ("fp32", spec.precision) if spec.precision in LOW_BIT else (spec.precision,)
@@ -143,12 +140,10 @@ def graph_folder(options: BuildOptions, staging: Path) -> AbstractContextManager
 
 
 def title(spec: EngineSpec) -> str:
-    """The name of an engine in the titles of steps."""
     return f"{spec.role} ({num_parameters(spec.model) / 1e6:.1f}M parameters, {spec.precision})"
 
 
 def write_graph(source: Source, spec: EngineSpec, file: Path, begin: Begin, form: str = ADDITIVE) -> None:
-    """Export the graph of one role to `file`."""
     from .export import export  # needed only here: its packages take a second
 
     advance = begin(Step(f"Exporting the {title(spec)}", 1))

@@ -32,7 +32,6 @@ def main() -> None:
 
 
 def compile_kernel(name: str, variant: Variant, format: str, capability: int) -> KernelImage:
-    """Compile one kernel of one variant."""
     result = compile_triton(name, variant, format, capability)
     metadata = result.metadata
     if metadata.global_scratch_size:

@@ -91,7 +91,6 @@ class Shape:
 
     @property
     def group(self) -> int:
-        """Query heads per key/value head."""
         return self.heads // self.kv_heads
 
 

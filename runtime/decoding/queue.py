@@ -101,11 +101,9 @@ class FairQueue(Generic[R]):
             )
 
     def _count_waiting(self, client: Hashable) -> int:
-        """The number of waiting requests of a client."""
         return sum(map(len, self._waiting.get(client, {}).values()))
 
     def rotate(self, request: R) -> None:
-        """Let a running request run after all other running requests."""
         self.running.remove(request)
         self.running.append(request)
 

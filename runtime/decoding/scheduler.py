@@ -79,7 +79,6 @@ class Scheduler(Generic[C]):
             self.queue.remove(request)
 
     def close(self) -> None:
-        """Free the caches of the pools."""
         for pool in self.pools:
             pool.close()
 
@@ -265,7 +264,6 @@ class Scheduler(Generic[C]):
                 yield self._fail(request, out_of_memory())
 
     def _set_slot_limit(self, slots: int | None) -> None:
-        """Set the most slots that all requests together may use."""
         self._slot_limit = slots
         for pool in self.pools:
             pool.set_limit(None if slots is None else slots + self.slots.padding)

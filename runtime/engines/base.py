@@ -310,7 +310,6 @@ class Runner(Engine):
     """An engine that cannot join several passes into one. A subclass implements `score`."""
 
     def forward(self, passes: Sequence[Pass]) -> list[ForwardOutput]:
-        """See Engine.forward."""
         return [
             self.score(each.batch if each.output_read else replace(each.batch, cache_only=True), each.cache)
             for each in passes
@@ -339,5 +338,4 @@ def check_cache(cache: KVCache, kind: type[C]) -> C:
 
 
 def closed_error(spec: EngineSpec) -> EngineError:
-    """The error of a pass on a closed engine."""
     return EngineError(f"the {spec.role} engine was closed")

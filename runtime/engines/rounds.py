@@ -157,7 +157,6 @@ class WholeRound(NamedTuple):
         return len(self.pending)
 
     def run(self) -> RoundOutcome:
-        """Run it by itself."""
         return self.engine.forward([self])[0]
 
 

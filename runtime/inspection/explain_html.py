@@ -78,7 +78,6 @@ def lay_out(round: ExplainedRound) -> GraphLayout:
 
 
 def to_html(explanation: Explanation) -> str:
-    """The page."""
     return "".join(parts(explanation))
 
 
@@ -222,7 +221,6 @@ def curve(start: Place, end: Place, kind: str, tooltip: str = "") -> str:
 
 
 def about(node: DraftedNode) -> str:
-    """The tooltip of a node."""
     if node.node == ROOT:
         return f"token {node.token_id}, the last of the text so far"
     source = "looked up in the text" if node.given else f"q {exact(node.draft_prob)}"

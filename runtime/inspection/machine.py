@@ -154,7 +154,6 @@ def gpu_of(here: Surroundings, oldest: tuple[int, int], cuda: int | None = CUDA_
 
 
 def look_around() -> Surroundings:
-    """The facts of this machine."""
     driver: Driver | str
     try:
         driver = find_driver()

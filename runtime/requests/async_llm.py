@@ -146,7 +146,6 @@ class AsyncLLM(EngineThread):
 
     @property
     def texts(self) -> TextThreads:
-        """The threads that encode texts."""
         return self._texts
 
     def max_tokens_behind(self, prompt: Sequence[int]) -> int:

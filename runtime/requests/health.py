@@ -33,7 +33,6 @@ class EngineHealth:
             self._began = None
 
     def record_round(self) -> None:
-        """Record a successful round of any request."""
         if self._failed:
             self._failed = set()
 

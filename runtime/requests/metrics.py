@@ -83,7 +83,6 @@ class ServingMetrics:
         self._times = {name: Histogram(boundaries) for name, (_, boundaries) in HISTOGRAMS.items()}
 
     def record_start(self, prompt_tokens: int, queue_seconds: float) -> None:
-        """Count a request that left the queue."""
         with self._lock:
             self._add(PROMPT_TOKENS, prompt_tokens)
             self._observe(QUEUE, queue_seconds)

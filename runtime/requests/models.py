@@ -196,7 +196,6 @@ class Models:
         return all(await asyncio.gather(*(llm.drain(timeout_s) for llm in open_ones)))
 
     def close(self) -> None:
-        """Close every open model."""
         for model in self._loaded:
             if model.llm is not None:
                 model.llm.close()

@@ -60,7 +60,6 @@ class PathMasks:
         return self._move(path) and self._constraint.ended
 
     def forced(self) -> list[int]:
-        """See Constraint: what probably follows the committed text."""
         return self._constraint.forced() if self._move(()) and not self._constraint.ended else []
 
     def commit(self, tokens: Sequence[int]) -> None:

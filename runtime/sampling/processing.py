@@ -69,7 +69,6 @@ class Processing:
         return self._changes or self._min_tokens > len(self.output)
 
     def commit(self, tokens: Sequence[int]) -> None:
-        """Append tokens to the output."""
         if self._masks is not None:
             self._masks.commit(tokens)
         self.output.extend(tokens)

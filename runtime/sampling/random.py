@@ -63,7 +63,6 @@ class SeededStream(HasUniforms):
         return bool(self._next() < probability)
 
     def ahead(self, count: int) -> array[float]:
-        """See HasUniforms.ahead."""
         end = self._used + count
         if end > len(self._numbers):
             del self._numbers[: self._used]
@@ -72,7 +71,6 @@ class SeededStream(HasUniforms):
         return self._numbers[self._used : end]
 
     def skip(self, count: int) -> None:
-        """See HasUniforms.skip."""
         if self._used + count > len(self._numbers):
             self.ahead(count)
         self._used += count

@@ -88,7 +88,6 @@ class Sampler:
         self._softmax, self._buffers = softmax, []
 
     def commit(self, tokens: Sequence[int]) -> None:
-        """Append tokens to the output."""
         self.processing.commit(tokens)
         if self.follows_path:  # it may end with `min_tokens`, and never begins later
             self.follows_path = self.processing.follows_path

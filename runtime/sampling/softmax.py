@@ -67,13 +67,11 @@ class NumpySoftmax:
     dtype: type[np.floating[Any]] = np.float64
 
     def best(self, logits: NDArray[np.floating[Any]]) -> int:
-        """See Softmax.best."""
         return best(logits)
 
     def weights(
         self, logits: NDArray[np.floating[Any]], temperature: float, values: NDArray[np.floating[Any]]
     ) -> Weights:
-        """See Softmax.weights."""
         peak = float(logits[best(logits)])
         with np.errstate(over="ignore"):  # a difference may become -inf; its weight is then 0
             # In float64 for any dtype of `values`, because 0 / 1e-46 is 0 / 0 in float32.
@@ -85,7 +83,6 @@ class NumpySoftmax:
     def likely(
         self, logits: NDArray[np.floating[Any]], temperature: float, share: float
     ) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-        """See Softmax.likely."""
         peak = float(logits[best(logits)])
         lowest = -float(np.finfo(logits.dtype).max)  # a token at -inf is never likely
         ids = (logits >= max(peak + temperature * math.log(share), lowest)).nonzero()[0]

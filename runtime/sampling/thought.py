@@ -46,11 +46,9 @@ class ThoughtConstraint:
 
     @property
     def ended(self) -> bool:
-        """See Constraint."""
         return self._answers and self._form is not None and self._form.ended
 
     def allowed(self) -> NDArray[np.bool_]:
-        """See Constraint."""
         if not (self._answers or self._undecided):
             return self._close if self._is_spent else self._inside
         lawful = self._any if self._form is None else self._form.allowed()
@@ -60,7 +58,6 @@ class ThoughtConstraint:
         return lawful
 
     def advance(self, token: int) -> bool:
-        """See Constraint."""
         if self._answers or (self._undecided and token != self._thought.opens):
             advanced = self._form is None or self._form.advance(token)
             self._answers |= advanced
@@ -73,7 +70,6 @@ class ThoughtConstraint:
         return True
 
     def roll_back(self, count: int) -> None:
-        """See Constraint."""
         behind = min(count, self._tail)
         if self._form is not None and behind:
             self._form.roll_back(behind)
@@ -82,7 +78,6 @@ class ThoughtConstraint:
         self._answers = self._answers and count == behind and bool(self._tail or self._head)
 
     def forced(self) -> list[int]:
-        """See Constraint."""
         if self._answers:
             return [] if self._form is None else self._form.forced()
         return [self._thought.closes] if not self._undecided and self._is_spent else []

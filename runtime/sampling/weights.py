@@ -56,13 +56,11 @@ class NumpyWeights(NamedTuple):
     values: NDArray[np.floating[Any]]
 
     def draw(self, stream: RandomStream) -> int:
-        """See Weights.draw."""
         values = self.values
         values /= self.total
         return stream.categorical(values)
 
     def residual(self, ids: NDArray[np.int64]) -> Residual:
-        """See Weights.residual."""
         return NumpyResidual(self, ids)
 
 
@@ -81,7 +79,6 @@ class NumpyResidual:
         self._R_others = rest / (weight + rest)  # R of all other tokens together
 
     def reject(self, offered: NDArray[np.float64], pi: float = 1.0) -> float:
-        """See Residual.reject."""
         excess = np.maximum(pi * self.probs - offered, 0.0)
         others = pi * self._R_others
         S = float(excess.sum()) + others
@@ -91,7 +88,6 @@ class NumpyResidual:
         return S / (S + (1.0 - pi))
 
     def draw(self, stream: RandomStream) -> int:
-        """See Residual.draw."""
         R = self._others()
         if self._weight > 0:
             R *= self._R_others / self._weight
@@ -114,22 +110,18 @@ class KeptWeights(NamedTuple):
 
     @property
     def total(self) -> float:
-        """See Weights.total."""
         return 1.0
 
     @property
     def values(self) -> NDArray[np.floating[Any]]:
-        """See Weights.values."""
         values = np.zeros(self.size)
         values[self.ids] = self.probs
         return values
 
     def draw(self, stream: RandomStream) -> int:
-        """See Weights.draw."""
         return self.ids.item(stream.categorical(self.probs))
 
     def residual(self, ids: NDArray[np.int64]) -> KeptResidual:
-        """See Weights.residual."""
         return KeptResidual(self, ids)
 
 
@@ -144,13 +136,11 @@ class KeptResidual:
         self._update()
 
     def reject(self, offered: NDArray[np.float64], pi: float = 1.0) -> float:
-        """See Residual.reject."""
         pi = self._R.reject(offered[self._offered], pi)
         self._update()
         return pi
 
     def draw(self, stream: RandomStream) -> int:
-        """See Residual.draw."""
         return self._ids.item(self._R.draw(stream))
 
     def _update(self) -> None:
@@ -168,11 +158,9 @@ class DeadEnd:
         self.values = self.probs = np.zeros(count)
 
     def draw(self, stream: RandomStream) -> int:
-        """See Weights.draw."""
         return NOTHING
 
     def residual(self, ids: NDArray[np.int64]) -> DeadEnd:
-        """See Weights.residual."""
         return DeadEnd(len(ids))
 
     def reject(self, offered: NDArray[np.float64], pi: float = 1.0) -> float:

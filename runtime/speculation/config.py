@@ -164,7 +164,6 @@ class SpeculativeConfig:
 
     @property
     def drafts(self) -> bool:
-        """Whether a draft proposes tokens."""
         return self._kind.drafts
 
     @property

@@ -210,7 +210,6 @@ class DraftProposer:
         self.cache.commit([self._slots[tree.nodes[row]] for row in rows[:scored]])
 
     def close(self) -> None:
-        """Close the draft's cache."""
         self.cache.close()
 
     def _score(

@@ -220,7 +220,6 @@ class BegunStop:
         return size
 
     def _border(self, size: int) -> int:
-        """An entry of the borders."""
         stop, borders = self._stop, self._borders
         while len(borders) < size:
             border = borders[-1]

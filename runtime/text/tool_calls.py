@@ -166,7 +166,6 @@ class ToolCallReader:
             self._found.append(CallPart(index, id, name, arguments))
 
     def _write_held(self, end: int) -> None:
-        """Add the held text up to here."""
         self._write(self._held[self._start : end])
         self._start = end
 

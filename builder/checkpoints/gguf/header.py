@@ -66,7 +66,6 @@ class Tensor(NamedTuple):
 
     @property
     def dtype(self) -> str:
-        """The name of the kind."""
         known = self.kind in set(GGMLQuantizationType)
         return GGMLQuantizationType(self.kind).name if known else f"of type {self.kind}"
 

@@ -121,7 +121,6 @@ class NativeKVCache(GrowingKVCache):
             self.scales[..., :used] = scales[..., :used]
 
     def move(self, rows: NDArray[np.int64], first: int) -> None:
-        """See Storage.move."""
         self._engine.move(self, rows, first)
 
     def _free(self) -> None:
@@ -218,7 +217,6 @@ class NativeEngine(Runner):
 
 
 def refused(refusal: int) -> EngineError | MemoryError:
-    """The error of a pass that the kernels refused."""
     return MemoryError(REFUSALS[refusal]) if refusal == NO_MEMORY else EngineError(REFUSALS[refusal])
 
 

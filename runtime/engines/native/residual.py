@@ -30,17 +30,14 @@ class NativeWeights:
 
     @property
     def values(self) -> NDArray[np.floating[Any]]:
-        """See Weights.values."""
         logits, _, values = self._arrays
         return self.library.weigh(logits, self.row.peak, self.row.temperature, values)
 
     def draw(self, stream: RandomStream) -> int:
-        """See Weights.draw."""
         R = np.array((1.0, self.total))  # nothing is offered
         return draw(self, Offers(None, 0, address(R)), stream)
 
     def residual(self, ids: NDArray[np.int64]) -> NativeResidual:
-        """See Weights.residual."""
         return NativeResidual(self, ids)
 
 
@@ -57,12 +54,10 @@ class NativeResidual:
         weights.library.offer(weights.row, self._offers, weights.total)
 
     def reject(self, offered: NDArray[np.float64], pi: float = 1.0) -> float:
-        """See Residual.reject."""
         rejected: float = self._weights.library.reject(self._offers, address(offered), pi)
         return rejected
 
     def draw(self, stream: RandomStream) -> int:
-        """See Residual.draw."""
         return draw(self._weights, self._offers, stream)
 
 

@@ -32,7 +32,6 @@ class NativeSoftmax(NumpySoftmax):
     def weights(
         self, logits: NDArray[np.floating[Any]], temperature: float, values: NDArray[np.floating[Any]]
     ) -> Weights:
-        """See Softmax.weights."""
         if not self._reads(logits):
             return super().weights(logits, temperature, values)
         sums = np.empty(-(-len(logits) // RUN))
@@ -45,7 +44,6 @@ class NativeSoftmax(NumpySoftmax):
     def likely(
         self, logits: NDArray[np.floating[Any]], temperature: float, share: float
     ) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-        """See Softmax.likely."""
         if not self._reads(logits):
             return super().likely(logits, temperature, share)
         try:
@@ -130,7 +128,6 @@ class PreparedSoftmax:
         self._softmax = Row(address(own), len(own), 0.0, settings.temperature, address(self._sums))
 
     def best(self, logits: NDArray[np.floating[Any]]) -> int:
-        """See Softmax.best."""
         if not self._is_of(logits, 0.0):
             return self._rows.softmax.best(logits)
         token: int = self._best.item(self._place)
@@ -141,7 +138,6 @@ class PreparedSoftmax:
     def weights(
         self, logits: NDArray[np.floating[Any]], temperature: float, values: NDArray[np.floating[Any]]
     ) -> Weights:
-        """See Softmax.weights."""
         rows = self._rows
         if not self._settings.weights or not self._is_of(logits, temperature):
             return rows.softmax.weights(logits, temperature, values)
@@ -154,7 +150,6 @@ class PreparedSoftmax:
     def likely(
         self, logits: NDArray[np.floating[Any]], temperature: float, share: float
     ) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-        """See Softmax.likely."""
         rows, count = self._rows, self._count.item(self._place)
         if share != self._settings.share or count > ROOM or not self._is_of(logits, temperature):
             return rows.softmax.likely(logits, temperature, share)

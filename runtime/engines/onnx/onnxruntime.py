@@ -57,7 +57,6 @@ class BoundPass(NamedTuple):
     keep_alive: list[Any]  # OrtValues over the buffers
 
     def run(self, session: Any) -> None:
-        """Run the pass over what `feeds` holds."""
         session.run_with_iobinding(self.binding)
 
 

@@ -66,11 +66,9 @@ class PooledEngine(Engine):
 
     @property
     def allocated(self) -> int:  # type: ignore[override]  # of this engine it changes
-        """See Engine.allocated."""
         return self._storage.capacity
 
     def num_joint(self, passes: Sequence[Pass]) -> int:
-        """See Engine.num_joint."""
         return num_fitting(self.spec, passes)
 
     def set_limit(self, slots: int | None) -> None:
@@ -93,7 +91,6 @@ class PooledEngine(Engine):
         self._few = max(self._few, retained)
 
     def new_cache(self, salt: str | None = None) -> PooledKVCache:
-        """See Engine.new_cache."""
         cache = PooledKVCache(self, salt)
         self.caches[cache] = None
         return cache

@@ -106,7 +106,6 @@ class PooledKVCache:
         self.last = slots.item(-1)
 
     def truncate(self, length: int) -> None:
-        """See KVCache.truncate."""
         self.visible = NOTHING_SEEN
         self.take(self.slots[:length], self.slots[:length])
         self.run = self.run.commit(-1)

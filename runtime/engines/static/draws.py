@@ -109,7 +109,6 @@ class Buffers:
         raise KeyError(name)
 
     def launch(self, kernel: str, grid: tuple[int, int], pointers: tuple[int, ...], numbers: tuple[int, ...]) -> None:
-        """Queue a kernel with these addresses and numbers."""
         self._device.launch(kernel, grid, (*pointers, *numbers), self._stream)
 
 

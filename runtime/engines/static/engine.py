@@ -228,7 +228,6 @@ class StaticKVCache(GrowingKVCache):
         del self._memory
 
     def move(self, rows: NDArray[np.int64], first: int) -> None:
-        """See Storage.move."""
         if (np.diff(rows) <= 0).any():
             raise EngineError("slots must be kept in ascending order, ancestors first")
         with self._engine.lock:

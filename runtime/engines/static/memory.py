@@ -148,7 +148,6 @@ class StaticPass:
         return self._engine.execution(self.shape).is_capturable(stream)
 
     def address(self, name: str) -> int:
-        """The address on the device of an input or output."""
         for layout, memory in ((self._inputs, self._device_inputs), (self._outputs, self._device_outputs)):
             if name in layout.fields:
                 return memory.address + layout.fields[name].offset

@@ -30,8 +30,8 @@ NO_COLUMNS: NDArray[np.int64] = np.zeros(0, np.int64)
 
 
 class SharedKVCache:
-    """One sequence. first_slot: the first slot of its region. speculative_columns: the mask columns of its speculative
-    rows, in order."""
+    """The KVCache of one sequence, from `first_slot` on. speculative_columns: the mask columns of its speculative rows,
+    in order."""
 
     def __init__(self, pool: StaticPool, first_slot: int) -> None:
         self._pool = pool
@@ -54,7 +54,6 @@ class SharedKVCache:
         self._pool.commit(self, slots)
 
     def truncate(self, length: int) -> None:
-        """See KVCache.truncate."""
         self._pool.truncate(self, length)
 
     @property
@@ -149,7 +148,6 @@ class StaticPool:
         return outputs
 
     def commit(self, cache: SharedKVCache, slots: Sequence[int]) -> None:
-        """See SharedKVCache.commit."""
         if any(not 0 <= slot < cache.speculative for slot in slots):
             raise EngineError(f"slots {list(slots)} were not computed; {cache.speculative} speculative rows exist")
         length = cache.length + len(slots)
@@ -161,7 +159,6 @@ class StaticPool:
             cache.length, cache.speculative_columns = length, NO_COLUMNS
 
     def truncate(self, cache: SharedKVCache, length: int) -> None:
-        """See SharedKVCache.truncate."""
         with self._engine.lock:  # a pass of another thread may be compacting rows
             cache.length, cache.speculative_columns = min(cache.length, length), NO_COLUMNS
 
@@ -261,7 +258,6 @@ def copy_rows(output: ForwardOutput, rows: slice, ranking_only: bool) -> Forward
 
 
 def too_long_error(rows: int, slots: int) -> EngineError:
-    """The error for a sequence with more rows than its region has slots."""
     return EngineError(
         f"{rows} rows exceed the {slots} cache slots that this engine has for a sequence: "
         "shorten the request or rebuild with a larger --max-length"

@@ -49,7 +49,6 @@ class StaticRounds(Rounds):
         self.closed = False
 
     def fits(self, shape: RoundShape, num_pending: int) -> bool:
-        """See Rounds.fits."""
         depth, size, width = shape[:3]
         if not 0 < num_pending <= PENDING or not self._shared.runs(shape):
             return False
@@ -60,7 +59,6 @@ class StaticRounds(Rounds):
         return self._draft.has_room(0, PENDING) and self._target.has_room(0, size + 1)
 
     def round(self, shape: RoundShape, pending: Sequence[int], draws: RoundDraws | None = None) -> WholeRound:
-        """See Rounds.round."""
         return WholeRound(self._shared.runner(shape), self, self._target, tuple(pending), draws)
 
     def place(self, pending: tuple[int, ...], target_columns: int, draft_columns: int) -> TextPlace:
@@ -75,7 +73,6 @@ class StaticRounds(Rounds):
         self._draft.accept(length + outcome.num_scored)
 
     def close(self) -> None:
-        """See Rounds.close."""
         self.closed = True
 
 
@@ -205,9 +202,7 @@ class StaticRunner(RoundRunner):
         self._shared, self._shape = shared, shape
 
     def num_joint(self, rounds: Sequence[WholeRound]) -> int:
-        """See RoundRunner.num_joint."""
         return min(len(rounds), self._shared.most_texts(self._shape))
 
     def forward(self, rounds: Sequence[WholeRound]) -> list[RoundOutcome]:
-        """See RoundRunner.forward."""
         return self._shared.run(self._shape, rounds)

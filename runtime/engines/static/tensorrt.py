@@ -120,7 +120,6 @@ class TensorRTExecution:
         self._context, self._inputs, self._is_rtx = context, inputs, is_rtx
 
     def bind(self, name: str, shape: tuple[int, ...], address: int) -> None:
-        """See Execution.bind."""
         if name in self._inputs and not self._context.set_input_shape(name, shape):
             raise EngineError(f"TensorRT refuses {name} of shape {shape}: rebuild the bundle for these widths")
         if not self._context.set_tensor_address(name, address):
@@ -197,7 +196,6 @@ def machine_with(device: CudaDevice | None) -> compatibility.Machine:
 
 
 def installed_packages() -> Mapping[str, str]:
-    """The versions of the installed TensorRT packages, by name."""
     versions = {}
     for package in PACKAGES:
         try:
