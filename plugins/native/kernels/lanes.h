@@ -11,6 +11,8 @@
 #define VECTORS (MOST_PANELS * PARTS)
 #define LEAST (-3.0e38f) /* no score is smaller */
 #define INLINE static inline __attribute__((always_inline))
+#define PRAGMA(words) _Pragma(#words)
+#define UNROLL(times) PRAGMA(GCC unroll times) /* the loop that follows */
 
 enum format { FP32, FP16, BF16, INT8, INT6, INT5, INT4 };
 

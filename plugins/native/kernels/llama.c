@@ -24,8 +24,7 @@ INLINE float share_of(const f32 *squares, int size, float epsilon) {
 INLINE void norm_row(const struct model *model, const float *values, const float *weight, float *result) {
     f32 squares[PARTS] = {{0}};
     for (int k = 0; k < model->hidden; k += LANES)
-#pragma GCC unroll 4
-        for (int part = 0; part < PARTS; part++) {
+        UNROLL(4) for (int part = 0; part < PARTS; part++) {
             const f32 value = load(values + k + part * WIDTH);
             squares[part] += value * value;
         }

@@ -26,8 +26,7 @@ INLINE f32 fit(const f32 *weights, f32 sum, struct affine by, float largest, str
     const f32 inverse = 1.0f / by.scale;
     const float count = CODE_BLOCK;
     f32 error = {0}, code_sum = {0}, square_sum = {0}, product_sum = {0};
-#pragma GCC unroll 4
-    for (int k = 0; k < CODE_BLOCK; k++) {
+    UNROLL(4) for (int k = 0; k < CODE_BLOCK; k++) {
         const f32 code = code_of(weights[k], by, inverse, largest), left = code * by.scale - (weights[k] - by.offset);
         error += left * left, code_sum += code, square_sum += code * code, product_sum += code * weights[k];
     }
