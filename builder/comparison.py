@@ -77,8 +77,7 @@ def compare(
 
 
 def one_layer(model: LlamaConfig) -> LlamaConfig:
-    """A model of one layer of this one's shape, halved until it is small enough. Steps that only some families have
-    take little time, and are left out."""
+    """A model of one layer, halved until it is small, without the quick steps that only some families have."""
     config = replace(
         model,
         vocab_size=VOCABULARY,
@@ -155,8 +154,7 @@ def random_codes(config: LlamaConfig, form: WeightFormat) -> dict[str, Quantized
 
 
 def time_in_turn(engines: list[Engine], seconds_of: TimePass) -> list[tuple[float, ...]]:
-    """The least seconds of each engine's passes, by ROWS: other programs only make passes longer. The engines take
-    turns."""
+    """The least seconds of each engine's passes, taken in turn, by ROWS: other programs only make passes longer."""
     caches = [engine.new_cache() for engine in engines]
     times: list[dict[int, list[float]]] = [{rows: [] for rows in ROWS} for _ in engines]
     for engine, cache in zip(engines, caches, strict=True):

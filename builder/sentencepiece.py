@@ -116,8 +116,7 @@ def unigram_model(model: Pieces) -> models.Model:
 
 
 def bpe_model(model: Pieces) -> models.Model:
-    """A piece is the merge of any two pieces it consists of; better scores merge first. Raises CheckpointError for more
-    merges than any training leads to."""
+    """A piece is the merge of any two pieces; better scores merge first. Raises CheckpointError for too many merges."""
     vocabulary = {piece.text: index for index, piece in enumerate(model.pieces)}
     merges, merged = list[tuple[float, tuple[int, int]]](), 0
     for text, score, _ in model.pieces:

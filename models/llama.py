@@ -37,8 +37,7 @@ class Rotary(NamedTuple):
     sine: Tensor
 
     def rotate(self, heads: Tensor) -> Tensor:
-        """Rotate the first R = rotary_size numbers of heads [B, H, T, D] by position; a pair is (i, i + R/2), as in
-        Hugging Face checkpoints."""
+        """Rotate the first R = rotary_size numbers of heads [B, H, T, D] by position, in pairs (i, i + R/2)."""
         cosine, sine = self.cosine.to(heads.dtype), self.sine.to(heads.dtype)
         half = cosine.shape[-1]
         first, second, rest = heads.tensor_split((half, 2 * half), dim=-1)

@@ -1,5 +1,4 @@
-"""Reads files from an untrusted source: only plain files of a bounded size. Links in a checkpoint are followed, because
-every file of a Hub cache is a link. A bundle contains no links."""
+"""Reads plain files of a bounded size. Links in a checkpoint are followed, as in a Hub's cache; a bundle has none."""
 
 from __future__ import annotations
 
@@ -80,8 +79,7 @@ def unambiguous(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def lines_of(text: str) -> Iterator[tuple[int, str]]:
-    """The lines of JSON in a file, with their numbers from 1 on. JSON may hold any other character that ends lines in
-    Python, such as U+2028."""
+    """The lines of JSON, numbered from 1. JSON may hold what else ends lines in Python, such as U+2028."""
     return ((number, line) for number, line in enumerate(text.split("\n"), start=1) if line.strip())
 
 

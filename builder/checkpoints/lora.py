@@ -111,8 +111,7 @@ class Merged:
         return name.removeprefix(PREFIX).replace(BASE, ".")
 
     def _add(self, own: str) -> None:
-        """Check a tensor of the adapter and note what it changes. own: its name in the model. Raises
-        CheckpointError."""
+        """Check a tensor, and note what it changes. own: its name in the model. Raises CheckpointError."""
         name = self._names[own]
         stored = self._adapter.stored(name)
         if stored is None or not stored.is_read:
@@ -228,8 +227,7 @@ def pattern_of(keys: Mapping[str, Any], module: str) -> str:
 
 
 def checked(file: Path, name: str, value: Any, rank: bool) -> Any:
-    """A rank from 1 to MAX_RANK, or an alpha from -MAX_ALPHA to MAX_ALPHA. Raises CheckpointError that names the
-    field."""
+    """A rank from 1 to MAX_RANK, or an alpha from -MAX_ALPHA to MAX_ALPHA. Raises CheckpointError."""
     kind, least, most = (int, 1, MAX_RANK) if rank else (int | float, -MAX_ALPHA, MAX_ALPHA)
     if isinstance(value, bool) or not isinstance(value, kind) or not least <= value <= most:
         wanted = f"a whole number from 1 to {MAX_RANK}" if rank else f"a number of at most {MAX_ALPHA:g}"

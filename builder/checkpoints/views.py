@@ -70,8 +70,7 @@ class RowsOfTensors:
 
 
 class GemmaTensors:
-    """A TensorSource over another one, which stores norms' weights less 1. They are summed in fp32. prefix: of names
-    in the other source."""
+    """A TensorSource over one with norms' weights less 1, which are summed in fp32. prefix: of names there."""
 
     def __init__(self, source: TensorSource, prefix: str) -> None:
         self._source, self._prefix = source, prefix

@@ -205,8 +205,7 @@ class GraphBuilder(GraphWriter):
     def attend(
         self, name: str, layer: Layer, query: ir.Value, present: Sequence[ir.Value], feeds: dict[str, ir.Value]
     ) -> ir.Value:
-        """Attention of query [B, H, T, D] over the cache; returns [B, H, T, D]. The additive form uses the standard
-        operator, the compact form ours."""
+        """Attention of query [B, H, T, D] over the cache; returns [B, H, T, D]. The compact form's operator is ours."""
         window, scale = self.window_of(layer), layer.attention_scale
         if self.form == bindings.ADDITIVE:
             mask = feeds["attention_mask" if window is None else WINDOW_MASK]

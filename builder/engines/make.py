@@ -108,8 +108,7 @@ def packed_engine(source: Source, spec: EngineSpec, staging: Path, begin: Begin)
 
 
 def compiled_engine(source: Source, spec: EngineSpec, options: BuildOptions, staging: Path, begin: Begin) -> Made:
-    """Make an engine that runs a TensorRT plan. Its graph is compared with the reference; so is the plan, if it runs on
-    this machine."""
+    """Make a TensorRT plan. Its graph is compared with the reference; so is the plan, if it runs here."""
     with graph_folder(options, staging) as folder:
         graph = Path(folder) / f"{spec.role}.onnx"
         computed = replace(spec, precision=activations(spec.precision, COMPACT))
@@ -172,8 +171,7 @@ def check_parity(source: Source, spec: EngineSpec, engines: Iterable[Engine], be
 
 
 def compare(source: Source, spec: EngineSpec, engines: Iterable[Engine], reference: Scored, begin: Begin) -> float:
-    """Compare engines, one after the other, with what the reference says, and close them. Returns the difference
-    of the last one."""
+    """Compare engines, one after the other, with the reference, and close them. Returns the last one's difference."""
     advance = begin(Step(f"Comparing the {spec.role} with the reference", 1))
     # Rows meet fp16 weights in fp32.
     rounding = "fp32" if isinstance(source.weights, RoundedCheckpoint) and spec.precision == "fp16" else None

@@ -288,8 +288,7 @@ class RoundedCheckpoint:
         self.config = source.config
 
     def tensor(self, name: str) -> NDArray[np.float32]:
-        """One tensor, fp32, as the engine has it: norms and biases keep their precision. Raises CheckpointError as the
-        source does."""
+        """One tensor, fp32, as the engine has it: norms and biases keep their precision. Raises CheckpointError."""
         stored = self.source.tensor(stored_name(self.source, name))
         return widened(self.half(name)) if stored.ndim == 2 else widened(stored)
 
@@ -312,8 +311,7 @@ def stored_as(
     rounded: Mapping[str, Quantized] = MappingProxyType({}),
     form: WeightFormat | None = None,
 ) -> Weights:
-    """A checkpoint as an engine of a backend stores it. rounded: see QuantizedCheckpoint. form: another one than the
-    precision's."""
+    """A checkpoint as a backend stores it. rounded: see QuantizedCheckpoint. form: in place of the precision's."""
     if form := form or FORMATS.get((backend.name, precision)):
         return QuantizedCheckpoint(checkpoint, form, rounded)
     if precision in HALF and not backend.is_compiled:  # stored in 16 bits, the rest in fp32

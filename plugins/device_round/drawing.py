@@ -87,8 +87,7 @@ def extend(scores, uniforms, names, tree, masses, shares, row_peaks, columns, bl
 
 @triton.jit
 def draw(scores, uniforms, row_nodes, depths, drawn, row_peaks, columns, blocks, size):
-    """Grid (size + 1,): draw a token after each row of a tree. Rows of one depth use the same uniform number: one of
-    them is on the accepted path."""
+    """Grid (size + 1,): draw a token after each row. Rows of one depth share a number: one is on the accepted path."""
     row = tl.program_id(0)
     node = tl.load(row_nodes + row)
     uniform = tl.load(uniforms + tl.load(depths + node, mask=node >= 0, other=0))

@@ -95,8 +95,7 @@ def grow(draft, uniforms, estimates, names, tree, sites, found, sizes, layer, wi
 
 @triton.jit
 def next_frontier(tree, sites, layer, first, total, width, size, first_slot):
-    """The `width` nodes of the layer with the greatest reaches below which a token is expected. At the others of
-    them no token is expected any more."""
+    """The layer's `width` greatest reaches below which a token is expected; at the others of them none is."""
     following, index = tree.frontier + layer * width, tl.arange(0, NODES)
     child = first + index
     mine = tl.load(sites.reach + child, mask=child < total, other=NEVER)

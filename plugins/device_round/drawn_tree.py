@@ -126,8 +126,7 @@ def reject(chances, tests, row_nodes, row_parents, tokens, drawn, num_tests, sto
 
 @triton.jit
 def begin(target, own, columns_at, names, scratch, count, num_names):
-    """residual, remaining: the weights of target and draft for each token that the draft can draw. Returns the sum of
-    the target's."""
+    """residual, remaining: the target's and draft's weights of what the draft can draw. Returns the target's sum."""
     total = tl.full((), 0.0, tl.float64)
     for start in range(0, count, LIST_BLOCK):
         place = start + tl.arange(0, LIST_BLOCK)
@@ -156,8 +155,7 @@ def offered(scratch, columns_at, names, y, count, num_names, scale):
 
 @triton.jit
 def refused(scratch, columns_at, names, y, count, num_names, scale, mass):
-    """`residual` becomes max(residual * scale - D, 0), and token y is left out of `remaining`. Returns the new sum of
-    `residual`."""
+    """`residual` becomes max(residual * scale - D, 0); `remaining` loses token y. Returns the sum of `residual`."""
     S, inverse = tl.full((), 0.0, tl.float64), 1.0 / mass
     for start in range(0, count, LIST_BLOCK):
         place = start + tl.arange(0, LIST_BLOCK)

@@ -105,8 +105,7 @@ HEADER = "// Triton {}, sources {}, shared bytes: {}\n"  # the first line of a f
 
 
 class Image(NamedTuple):
-    """A kernel's PTX. types: of its arguments, with the two scratch pointers that Triton appends. shared_bytes: of a
-    launch."""
+    """A kernel's PTX. types: of its arguments, with Triton's two scratch pointers. shared_bytes: of a launch."""
 
     text: str
     types: tuple[str, ...]

@@ -47,8 +47,7 @@ class Codes(NamedTuple):
 
 
 class SignedCodes(NamedTuple):
-    """A matrix [N, K] in groups of inputs: codes * scales. codes: int8 [N, K]; scales: float32 [N, K / group], fp16
-    numbers."""
+    """codes * scales: codes int8 [N, K]; scales float32 [N, K / group], fp16 numbers, of groups of inputs."""
 
     codes: NDArray[np.int8]
     scales: NDArray[np.float32]
@@ -102,8 +101,7 @@ class Model(Structure):
 
 
 def row_bytes(model: Model, rows: int) -> int:
-    """The bytes of memory that `draftwood_open` takes for passes of up to `rows` rows, see allocate_rows in
-    kernels/engine.h."""
+    """The bytes that `draftwood_open` takes for `rows` rows, see allocate_rows in kernels/engine.h."""
     query, key = model.heads * model.head_dim, model.kv_heads * model.head_dim
     joined = 2 * model.hidden if model.fusion.inputs else model.hidden
     hidden, normed, merged, attended, gated, fused = (

@@ -228,8 +228,7 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
 
 
 def stamp(file: Path) -> Stamp:
-    """The file's Stamp. Raises BundleError unless it is a plain file: a link could lead out of the bundle, and a pipe
-    would block its reader."""
+    """The file's Stamp. Raises BundleError unless it is plain: a link could lead out, and a pipe blocks its reader."""
     try:
         found = file.lstat()
     except OSError as error:

@@ -37,8 +37,7 @@ def file_record(file: Path) -> FileRecord:
 
 
 def known_digest(file: Path) -> str:
-    """The SHA-256 of a plain file, which is read only if it is small or was never read as it is. Raises OSError for
-    others: a pipe would block its reader."""
+    """The SHA-256 of a file, read only if small, or never read as it is. Raises OSError unless it is a plain file."""
     found = file.stat()
     if not stat.S_ISREG(found.st_mode):
         raise OSError("it is no plain file")

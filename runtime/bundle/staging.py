@@ -112,8 +112,7 @@ def replaceable(output: Path, marker: str) -> bool:
 
 
 def move_into_place(staging: Path, output: Path) -> None:
-    """Rename `staging` to `output`. An older folder is renamed first, and restored if the second rename fails or is
-    interrupted."""
+    """Rename `staging` to `output`. An older folder is renamed first, and restored if this does not succeed."""
     if not output.exists():
         staging.rename(output)
         return

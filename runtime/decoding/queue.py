@@ -108,8 +108,7 @@ class FairQueue(Generic[R]):
         self.running.append(request)
 
     def remove(self, request: R) -> None:
-        """Remove a running or waiting request; the next waiting request is admitted. Raises ValueError when the request
-        is neither running nor waiting."""
+        """Remove a request, and admit the next waiting one. Raises ValueError unless it is running or waiting."""
         if request in self.running:
             self.running.remove(request)
         else:

@@ -287,8 +287,7 @@ class Engine(ABC):
         return ()
 
     def recall(self, work: Pass) -> Pass | None:
-        """Let the pass's cache take over rows that the engine already holds. Returns the pass over the other rows, or
-        None when no row is left."""
+        """Let the cache take over rows that the engine holds. Returns the pass over the others, None without any."""
         return work
 
     def set_limit(self, slots: int | None) -> None:  # noqa: B027 - most engines share no slots

@@ -44,8 +44,7 @@ class Storage(KVCache, Protocol):
 
 
 class GrowingKVCache(ABC):
-    """A Storage with contiguous rows, whose slots are allocated as they are needed. A subclass implements allocation,
-    copying and release of the memory."""
+    """A Storage with contiguous rows. A subclass implements allocation, copying and release of the memory."""
 
     places = False  # see Storage
 
@@ -207,8 +206,7 @@ class StackedKVCache(GrowingKVCache):
 
 
 def check_mask(spec: EngineSpec, mask: NDArray[np.bool_], speculative: int) -> None:
-    """Raises EngineError when a mask [W, S] fits no pass of this engine after `speculative` earlier speculative
-    rows."""
+    """Raises EngineError when a mask [W, S] fits no pass after `speculative` earlier speculative rows."""
     width, columns = mask.shape
     if width not in spec.pass_widths or columns != speculative + width:
         compiled = ", ".join(map(str, spec.pass_widths))

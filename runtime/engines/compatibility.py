@@ -36,8 +36,7 @@ class Kernel(NamedTuple):
 
 
 class TensorRTPlan(NamedTuple):
-    """The GPU, package and shapes that a TensorRT plan was compiled for. families: the optimisation profiles, in the
-    plan's order."""
+    """What a TensorRT plan was compiled for. families: the optimisation profiles, in the plan's order."""
 
     package: str  # one of PACKAGES
     version: str  # of the package; the plan runs with this version only

@@ -1,5 +1,4 @@
-"""EngineThread: the thread that runs the scheduler of a server's requests. Every request gets a last chunk or an error,
-also when the thread fails."""
+"""EngineThread: runs a server's scheduler. Every request gets a last chunk or an error, even if the thread fails."""
 
 from __future__ import annotations
 

@@ -75,8 +75,7 @@ class Models:
 
     @asynccontextmanager
     async def using(self, name: str) -> AsyncIterator[AsyncLLM]:
-        """A model, opened if it is not, which stays open inside. Raises KeyError for an unknown name, NotOpened,
-        OutOfMemoryError and ShutdownError."""
+        """A model, open inside. Raises KeyError for an unknown name, NotOpened, OutOfMemoryError and ShutdownError."""
         model = self._models[name]
         if model.llm is None or model.closing:
             await self._wait(model)

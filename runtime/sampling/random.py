@@ -84,8 +84,7 @@ class SeededStream(HasUniforms):
 
 
 class RandomStreams(NamedTuple):
-    """Separate streams, so that the number of draws of one part never changes the draws of another part (I16 of
-    docs/papers.md)."""
+    """The draws of one part never change those of another part (I16 of docs/papers.md)."""
 
     draft: RandomStream
     accept: RandomStream

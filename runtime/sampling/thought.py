@@ -1,5 +1,4 @@
-"""Thought: how a text may begin with a thought. ThoughtConstraint: bounds the thought, and holds the form of the text
-back until the thought has ended."""
+"""Thought: how a text may begin. ThoughtConstraint: bounds it, and holds the form of the text back until its end."""
 
 from __future__ import annotations
 
@@ -22,8 +21,7 @@ class Thought:
     budget: int | None = None  # the most tokens between both; 0: the text has no thought
 
     def count(self, tokens: Sequence[int]) -> tuple[int, Thought | None]:
-        """How many of the next tokens belong to the thought, the marks included, and what is left of it; None behind
-        it."""
+        """How many of the next tokens belong to the thought with its marks, and what is left of it; None behind it."""
         if not tokens or self.begun or tokens[0] == self.opens:
             found = self.closes in tokens
             rest = None if found else replace(self, begun=self.begun or bool(tokens))

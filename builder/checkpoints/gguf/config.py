@@ -81,8 +81,7 @@ BIASES_FOLLOW = ("qwen2",)  # architectures that always have the same biases
 
 
 def hugging_face_names(metadata: Metadata, family: Family, layers: int, names: Iterable[str]) -> dict[str, str]:
-    """GGUF's name of each tensor, by Hugging Face's name. Raises CheckpointError for a tensor of a module that the
-    family does not have."""
+    """GGUF's tensor names by Hugging Face's. Raises CheckpointError for a module that the family has not."""
     found = {}
     for name in names:
         if name in FACTORS:

@@ -132,8 +132,7 @@ class HeaderReader:
         return Header(metadata, self._placed(found, -(-self._position // alignment) * alignment, alignment))
 
     def _placed(self, found: list[tuple[str, Tensor]], start: int, alignment: int) -> dict[str, Tensor]:
-        """Tensors by name, with `begin` counted from the start of the file. Raises CheckpointError when tensors overlap
-        or reach beyond the file."""
+        """Tensors by name, with `begin` counted from the start of the file. Raises CheckpointError for wrong places."""
         tensors: dict[str, Tensor] = {}
         end = start
         for name, tensor in sorted(found, key=lambda item: item[1].begin):

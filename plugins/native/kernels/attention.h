@@ -193,8 +193,7 @@ static void score(const struct unit *unit, int first, int end, float *peaks) {
     for (int r = 0; r < unit->count; r++) peaks[r] = largest(most[r]);
 }
 
-/* Weights of up to BLOCK scores, multiples of 2^-22, whose sum is exact in any order; it is added to `sum`. They are
- * stored times the scales of values, if there are any. */
+/* Weights of up to BLOCK scores, multiples of 2^-22, times values' scales, if any; adds their sum, which is exact. */
 static void weigh(const float *scores, int size, f32 peak, const float *scales, float *weights, u32 *sum) {
     for (int slot = 0; slot < size; slot += WIDTH) {
         const f32 weight = power_of_two(load(scores + slot) - peak) * MOST_WEIGHT + WHOLE_ZERO;

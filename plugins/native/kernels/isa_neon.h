@@ -1,5 +1,4 @@
-/* NEON of 64-bit ARM, with or without products of bytes (dotprod) and of pairs of rows (i8mm): a panel is four
- * registers. */
+/* NEON of 64-bit ARM, perhaps with products of bytes (dotprod) and row pairs (i8mm): a panel is four registers. */
 #pragma once
 #include <arm_neon.h>
 #define WIDTH 4

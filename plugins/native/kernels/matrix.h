@@ -46,8 +46,7 @@ struct rows {
 
 INLINE int panels_of(int outputs) { return (outputs + LANES - 1) / LANES; }
 
-/* sums[r][p] += rows[r][0..inputs) * panels[p]; `apart` numbers lie between rows, `panel` between panels. Of a row, sums
- * has VECTORS. fetching: whether there is something ahead. */
+/* sums[r][p] += rows[r][0..inputs) * panels[p], `apart` and `panel` apart. fetching: whether something is ahead. */
 INLINE void dense_tile(const int R, const int P, const float *rows, size_t apart, const void *weights, size_t panel,
                        const int fetching, struct ahead ahead, int inputs, const enum format format, f32 *sums) {
     const int V = P * PARTS;
@@ -297,8 +296,7 @@ static void multiply(const struct matrix *matrix, const struct rows *x, const st
     }
 }
 
-/* Inputs of one row in bf16: in place, and as pairs or, where there are matrix registers, beside the fifteen other rows
- * that share one. */
+/* A row's inputs in bf16: in place, and as pairs, with matrix registers beside the fifteen rows that share one. */
 static void round_to_halves(const struct rows *x, int row, int from, int end) {
     float *values = x->values + (size_t)row * x->stride;
     const size_t first = (size_t)(row / REGISTER_ROWS) * x->stride * REGISTER_ROWS;

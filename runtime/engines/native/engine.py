@@ -221,8 +221,7 @@ def refused(refusal: int) -> EngineError | MemoryError:
 
 
 def check_rows(spec: EngineSpec, model: Model) -> None:
-    """Raises EngineError when the memory that is left does not suffice for the rows of the widest pass, which the
-    kernels take when they are opened."""
+    """Raises EngineError when no memory is left for the rows of the widest pass, which the kernels take at once."""
     rows, available = spec.pass_widths[-1], available_bytes()
     if available is not None and (needed := row_bytes(model, rows)) > available:
         raise EngineError(

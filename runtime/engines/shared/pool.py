@@ -37,8 +37,7 @@ COMMON_TOKENS = 24  # a common prefix of this length is more than a chat templat
 
 
 class PooledEngine(Engine):
-    """An engine whose caches share one buffer of at most `slots` rows, garbage included. The wrapped engine computes
-    its passes."""
+    """An engine whose caches share one buffer of at most `slots` rows, garbage included. The wrapped one computes."""
 
     def __init__(self, engine: Engine, slots: int) -> None:
         """slots: may be fewer than the engine's capacity for one sequence. Raises EngineError when they are fewer than

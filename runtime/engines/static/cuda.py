@@ -109,8 +109,7 @@ class CudaDevice:
         return address
 
     def release(self, function: str, handle: Any) -> None:
-        """Give something back to the driver by this function, after all queued work. The driver's functions may wait
-        for this work, but do not promise it."""
+        """Give something back to the driver after all queued work, for which its functions do not promise to wait."""
         self._released.append((function, handle))
         self._give_back()
 

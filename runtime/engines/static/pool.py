@@ -30,8 +30,7 @@ NO_COLUMNS: NDArray[np.int64] = np.zeros(0, np.int64)
 
 
 class SharedKVCache:
-    """The KVCache of one sequence, from `first_slot` on. speculative_columns: the mask columns of its speculative rows,
-    in order."""
+    """A sequence's rows, from `first_slot` on. speculative_columns: the mask columns of speculative ones, in order."""
 
     def __init__(self, pool: StaticPool, first_slot: int) -> None:
         self._pool = pool
@@ -49,8 +48,7 @@ class SharedKVCache:
         return self._pool.contents(self)
 
     def commit(self, slots: Sequence[int]) -> None:
-        """See KVCache.commit. Raises EngineError for a slot that was not computed, and for more rows than the region
-        has slots."""
+        """See KVCache.commit. Raises EngineError for a slot that was not computed, and for too many rows."""
         self._pool.commit(self, slots)
 
     def truncate(self, length: int) -> None:
@@ -67,8 +65,7 @@ class SharedKVCache:
         return first + rows <= self._pool.share and self.length + first + rows <= self._pool.region
 
     def place(self, columns: int) -> tuple[int, int]:
-        """The first slot of the committed rows, and that of `columns` speculative ones of all sequences. The caller
-        holds the lock."""
+        """The first slots of committed rows, and of `columns` speculative ones of all. The caller holds the lock."""
         return self.first_slot, self._pool.reserve(columns)
 
     def accept(self, length: int) -> None:
@@ -81,8 +78,7 @@ class SharedKVCache:
 
 
 class StaticPool:
-    """The shared cache of an engine that was built for several sequences. Several threads may use it. region: the slots
-    of a sequence."""
+    """The shared cache of several sequences. Several threads may use it. region: the slots of a sequence."""
 
     def __init__(self, engine: StaticEngine) -> None:
         self.spec = engine.spec
@@ -97,8 +93,7 @@ class StaticPool:
 
     @property
     def share(self) -> int:
-        """The number of speculative rows that each sequence may have, regardless of the other sequences and of the
-        width of a pass."""
+        """The speculative rows that each sequence may have, whatever the others have, and however wide a pass is."""
         return (self._columns - self.spec.pass_widths[-1]) // self.spec.max_batch
 
     def new_cache(self) -> SharedKVCache:

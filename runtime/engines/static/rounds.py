@@ -1,5 +1,4 @@
-"""Rounds on the device over static caches: which shapes fit, which texts share a round, and what the caches are
-afterwards."""
+"""Rounds on the device over static caches: which shapes fit, which texts share one, and the caches afterwards."""
 
 from __future__ import annotations
 
@@ -101,8 +100,7 @@ class SharedRounds:
         return self.target.spec.max_batch > 1
 
     def runs(self, shape: RoundShape) -> bool:
-        """Whether passes and kernels are wide enough for a text's rounds of this shape. Rounds of several texts are run
-        at temperature 0 alone."""
+        """Whether passes and kernels suffice for such rounds; those of several texts are run at temperature 0 alone."""
         if shape.verify != BEST and (self.is_joint or not self._vocabulary.fits):
             return False
         width, rows, ranked = shape.width, shape.size + 1, bindings.top_columns(self._vocabulary.draft)
@@ -164,8 +162,7 @@ class SharedRounds:
         return Round(self.target.device, self.target.stream, shape, passes, scoring, caches, self._names, texts)
 
     def _passes(self, shape: RoundShape, texts: int) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
-        """Rows and first column of each pass of the target, and of the draft. As many texts share a pass of the target
-        as fit; the next pass takes the same columns."""
+        """Rows and first column of the target's passes, each of as many texts as fit, and of the draft's."""
         rows, width = shape.size + 1, shape.width
         fitting = self.target.spec.max_width // rows
         targets = [(min(fitting, texts - first) * rows, 0) for first in range(0, texts, fitting)]

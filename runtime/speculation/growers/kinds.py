@@ -1,5 +1,4 @@
-"""The table of growers by name: the kind of their proposals, the depth, and the rows of the draft passes. A new grower
-needs a row here."""
+"""The table of growers by name. A new grower needs a row here."""
 
 from __future__ import annotations
 

@@ -54,8 +54,7 @@ class LookupEstimate:
     """How often tokens that a lookup found are right, by the length of the n-gram and the depth."""
 
     def __init__(self, general: LookupEstimate | None = None) -> None:
-        """general: of all requests, which these counts depart from, and which learns from the same rounds; None for the
-        estimate of all requests itself."""
+        """general: the estimate of all requests, from which this departs, learning from the same rounds; else None."""
         self._general = general
         self._memory = LONG_MEMORY if general is None else MEMORY
         # n -> of every depth

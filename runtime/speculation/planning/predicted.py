@@ -1,5 +1,4 @@
-"""Predicted seconds of a pass, from what a device reads and multiplies: for engines that were not measured, and for
-tables that are marked as predicted."""
+"""Predicted seconds of a pass, from what a device reads and multiplies: where none were measured."""
 
 from __future__ import annotations
 
@@ -15,8 +14,7 @@ CONTEXTS = (0, 1 << 12, 1 << 15)
 
 
 class Device(NamedTuple):
-    """name: of a GPU, a part of what the driver says. bytes_per_second: of the memory. flops: dense, of a GPU in half
-    precision."""
+    """name: a part of the driver's, of a GPU. bytes_per_second: of the memory. flops: dense, a GPU's in fp16."""
 
     name: str
     memory_bytes: float
