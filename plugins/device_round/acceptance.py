@@ -1,9 +1,5 @@
 """Verification at temperature 0 and the commit of the accepted path, on the device, in the OpenAI Triton language."""
 
-# mypy: disable-error-code="no-untyped-def, untyped-decorator"
-
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 

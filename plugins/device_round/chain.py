@@ -5,10 +5,6 @@ P: the target's distribution at a row, weights of `drawing.py` over their sum. Q
 `masses` [depth + 1]. Row i of the target is of node i.
 """
 
-# mypy: disable-error-code="no-untyped-def, untyped-decorator, attr-defined"
-
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 

@@ -3,10 +3,6 @@
 Both keep the greatest weights, and of equal ones the first, so that a bound and a column describe what they keep.
 """
 
-# mypy: disable-error-code="no-untyped-def, untyped-decorator"
-
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 

@@ -7,8 +7,6 @@ sum of the blocks' sums, always in the same order, so that every kernel finds th
 number u is the first whose cumulative weight exceeds u times the sum: first its block, then its place in the block.
 """
 
-# mypy: disable-error-code="no-untyped-def, untyped-decorator"
-
 from __future__ import annotations
 
 import triton
@@ -105,14 +103,12 @@ def draw(scores, uniforms, row_nodes, depths, drawn, row_peaks, columns, blocks,
 
 @triton.jit
 def peak_of(block_peaks, row, blocks):
-    """The largest logit of a row."""
     block = tl.arange(0, BLOCKS)
     return tl.max(tl.load(block_peaks + row * blocks + block, mask=block < blocks, other=float("-inf")), axis=0)
 
 
 @triton.jit
 def mass_of(sums, row, blocks):
-    """The sum of a row's weights."""
     block = tl.arange(0, BLOCKS)
     return tl.sum(tl.load(sums + row * blocks + block, mask=block < blocks, other=0.0), axis=0)
 

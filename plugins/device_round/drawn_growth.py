@@ -5,10 +5,6 @@ there; -inf otherwise. ranks [nodes]: siblings drawn before a node. A token is e
 reach; a drawn site of rank 0 is its parent's reach. Since every draw adds a node, node n has the uniform number n - 1.
 """
 
-# mypy: disable-error-code="no-untyped-def, untyped-decorator"
-
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 

@@ -8,10 +8,6 @@ child was refused is kept: its mass (the sum of the draft's weights), pi and S. 
 anew for every token of the row where verification ends.
 """
 
-# mypy: disable-error-code="no-untyped-def, untyped-decorator, attr-defined"
-
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 

@@ -8,11 +8,6 @@ log-probabilities on its path. An order by value means: the greater value first,
 A position in this order is counted, not sorted: it is the number of values that come before.
 """
 
-# mypy: disable-error-code="no-untyped-def, untyped-decorator"
-# The values of a kernel have no Python types.
-
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 

@@ -8,10 +8,6 @@ has not read, the last of which is the root; its cache has length + 1 - count co
 after the committed rows of the only text, or in an area for all texts.
 """
 
-# mypy: disable-error-code="no-untyped-def, untyped-decorator"
-
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 

@@ -1,10 +1,6 @@
 """The token after a tree of drawn tokens, on the device, in the OpenAI Triton language: see `drawn_tree.py`, which
 leaves the row where verification ends, and how the row's children were refused."""
 
-# mypy: disable-error-code="no-untyped-def, untyped-decorator, attr-defined"
-
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 
