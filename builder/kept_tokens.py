@@ -104,7 +104,6 @@ def strings_of_lines(content: str) -> Iterator[str]:
 
 
 def strings_of(value: Any) -> Iterator[str]:
-    """Every string in a value of JSON."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, list | dict):

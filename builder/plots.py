@@ -83,7 +83,6 @@ def training_svg(curves: Mapping[str, Curve], reliability: Mapping[str, Sequence
 
 
 def loss_plot(curves: Mapping[str, Curve]) -> list[str]:
-    """Weighted loss over steps."""
     shown = {name: smooth(curve) for name, curve in curves.items()}
     points = [point for curve in shown.values() for point in curve]
     losses = [loss for _, loss in points]

@@ -101,7 +101,6 @@ def other_model(folder: Path, text: str, index: int | None, found: str) -> Check
 
 
 def additional_templates(source: Path) -> list[Path]:
-    """The files of a checkpoint's further chat templates."""
     files = sorted((source / TEMPLATES).glob("*.jinja"))
     if len(files) > MAX_TEMPLATES:
         raise CheckpointError(f"{source / TEMPLATES} has {len(files)} chat templates and may have {MAX_TEMPLATES}")

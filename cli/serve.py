@@ -54,7 +54,6 @@ ORIGIN = re.compile(r"\*|null|[a-z][a-z0-9+.-]*://(?:\[[0-9a-f:.]+\]|[^\s:/*\[\]
 
 
 def seconds(text: str) -> float:
-    """A positive number of seconds."""
     try:
         value = float(text)
     except ValueError:
@@ -96,7 +95,6 @@ def model_name(text: str) -> str:
 
 
 def matching(pattern: re.Pattern[str], text: str, fix: str) -> str:
-    """A text that matches a pattern as a whole."""
     if not pattern.fullmatch(text):
         raise argparse.ArgumentTypeError(f"{fix}, not {text!r}")
     return text

@@ -67,8 +67,6 @@ class Variant:
 
 
 class Family(NamedTuple):
-    """How the config.json of one architecture is read."""
-
     model_type: str
     variant: Callable[[Settings, int, int], Variant]  # of the settings, the number of layers and head_dim
     settings: tuple[str, ...] = ()  # names of settings besides COMMON

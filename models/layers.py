@@ -131,7 +131,6 @@ class Network(NamedTuple):
 
 
 def merged(parts: Iterable[Norm | Matrix | Layer]) -> Shapes:
-    """Shapes of the tensors of several parts."""
     return {name: shape for part in parts for name, shape in part.tensors().items()}
 
 

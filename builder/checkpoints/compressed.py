@@ -115,8 +115,6 @@ class Scheme:
 
 @dataclass(frozen=True, slots=True)
 class Compressed:
-    """The Layout of compressed-tensors."""
-
     schemes: tuple[Scheme, ...]  # of the config groups, each once
     listed: tuple[str, ...]
     notes: tuple[str, ...]

@@ -31,8 +31,6 @@ LAYOUTS = {AWQ: read_awq, GPTQ: read_gptq, METHOD: Compressed.read}
 
 
 class HuggingFaceFolder:
-    """The ModelFiles of a folder."""
-
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         found = read_json(folder / CONFIG)

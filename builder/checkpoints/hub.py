@@ -31,8 +31,6 @@ TIMEOUT = 30.0  # seconds for the list of files
 
 
 class Kind(NamedTuple):
-    """A kind of repository."""
-
     words: str  # what error messages call it
     settings: tuple[str, ...]  # files to download; the first one must exist
     weights: str  # the file of weights when there is no index
@@ -45,8 +43,6 @@ ADAPTER = Kind("a LoRA adapter of PEFT", (lora.SETTINGS,), lora.WEIGHTS)
 
 
 class HubId(NamedTuple):
-    """A repository at a revision."""
-
     repository: str
     revision: str | None  # a branch, a tag or a commit; None is the main branch
 

@@ -55,8 +55,6 @@ def export(
 
 
 class GraphBuilder(GraphWriter):
-    """Builds the graph of one checkpoint."""
-
     def __init__(
         self,
         checkpoint: Checkpoint | QuantizedCheckpoint,

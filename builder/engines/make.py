@@ -29,8 +29,6 @@ from .plan import compile_plan, runs_here
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """What one engine is made from."""
-
     checkpoint: Checkpoint
     role: str
     head: TrainedHead | None
@@ -66,8 +64,6 @@ def engine_spec(source: Source, options: BuildOptions, max_length: int) -> Engin
 
 
 class Made(NamedTuple):
-    """An engine whose files are written."""
-
     spec: EngineSpec
     difference: float  # the largest one from the reference, see `largest_difference`
     record: FileRecord | None = None  # of its file, where that is known

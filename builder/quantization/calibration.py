@@ -84,8 +84,6 @@ def load_layer(view: QuantizedCheckpoint, index: int) -> DecoderLayer:
 
 
 class Rounding:
-    """Matrices as they are reached."""
-
     def __init__(self, library: NativeLibrary, form: WeightFormat) -> None:
         self.results: dict[str, Quantized] = {}
         self._library, self._form = library, form

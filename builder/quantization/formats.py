@@ -65,8 +65,6 @@ class Quantized(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class WeightFormat:
-    """How matrices are stored."""
-
     bits: int  # 8 or 4; of the native kernels' formats 6 and 5, too
     block: int = BLOCKS[0]  # the most inputs that share a scale, one of BLOCKS, or 16
     scale_bytes: int = 4  # 2 for the native kernels' formats, which have fp16 scales
@@ -76,7 +74,6 @@ class WeightFormat:
     embedding: bool = False  # whether the embedding is rounded, too, as the projection is
 
     def of(self, name: str) -> WeightFormat:
-        """The format of a matrix, by the name of its tensor."""
         return self.others.get(name, self)
 
     @property
@@ -338,7 +335,6 @@ def converted(array: NDArray[Any], dtype: np.dtype[Any]) -> NDArray[Any]:
 
 
 def widened(array: NDArray[Any]) -> NDArray[np.float32]:
-    """fp32."""
     return converted(array, np.dtype(np.float32))
 
 

@@ -160,8 +160,6 @@ def address(array: NDArray[Any] | None) -> int | None:
 
 
 class NativeLibrary:
-    """The kernels of one file."""
-
     def __init__(self, path: Path) -> None:
         """Raises KernelError when the file cannot be loaded, or was compiled for another processor."""
         try:
@@ -315,6 +313,5 @@ def whole_blocks(matrix: NDArray[np.float32]) -> NDArray[np.float32]:
 
 
 def empty_codes(outputs: int, inputs: int) -> Codes:
-    """Room for a matrix of that shape."""
     blocks = (outputs, inputs // BLOCK)
     return Codes(np.empty((outputs, inputs), np.int8), np.empty(blocks, np.float32), np.empty(blocks, np.float32))

@@ -253,7 +253,6 @@ def checksum(content: Mapping[str, Any]) -> str:
 
 
 def spec_fields(spec: EngineSpec) -> dict[str, Any]:
-    """JSON-ready content of a spec."""
     plan = None if spec.plan is None else spec.plan.to_json()
     content = asdict(spec) | {"model": spec.model.to_dict(), "plan": plan}
     for name in ("kept_tokens", "cache_precision", "matrices"):  # older releases read bundles without such fields

@@ -113,7 +113,6 @@ def assumed_costs(target: EngineSpec, draft: EngineSpec | None, provider: str = 
 
 
 def pass_sizes(spec: EngineSpec) -> PassSizes:
-    """What a pass of an engine reads."""
     matrices = pass_matrices(stored_network(spec))
     return PassSizes(num_weights(matrices), matrix_bytes(spec, matrices), slot_bytes(spec))
 

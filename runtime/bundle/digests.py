@@ -21,14 +21,11 @@ DIGEST = re.compile(r"[0-9a-f]{64}")
 
 
 class FileRecord(NamedTuple):
-    """The expected size and digest of a file of the bundle."""
-
     bytes: int
     sha256: str
 
 
 def file_record(file: Path) -> FileRecord:
-    """Size and digest of a file, which is read."""
     digest = hashlib.sha256()
     with file.open("rb") as handle:
         while block := handle.read(READ_BYTES):

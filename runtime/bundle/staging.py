@@ -64,7 +64,6 @@ def staging_folder(output: Path, marker: str, refusal: type[DraftwoodError]) -> 
 
 
 def advice(error: OSError, otherwise: str) -> str:
-    """Advice for a file that cannot be written."""
     return "free some space" if error.errno in NO_ROOM else otherwise
 
 

@@ -287,7 +287,6 @@ class SpeculativeDecoder:
         return output, end_before_nothing(tree, rules.verify(tree, scored, streams))
 
     def _record(self, stats: SpecDecodeStats, request: RequestState, outcome: Outcome) -> None:
-        """Add a round to the request's counts."""
         stats.target_passes += 1
         stats.target_seconds = request.scoring.seconds
         if outcome.plan is not None:

@@ -21,8 +21,6 @@ from .whole_rounds import settings_of, uniforms_of
 
 
 class RequestState:
-    """What the rounds of one request know and change."""
-
     # Set once the request has its caches.
     cache: KVCache
     proposer: DraftProposer | None = None

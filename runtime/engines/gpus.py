@@ -65,7 +65,6 @@ def gpu(driver: Any, number: int) -> Gpu:
 
 
 def load(library: str) -> Any:
-    """The driver's library, initialised."""
     try:
         driver = ctypes.CDLL(library)
     except OSError as error:

@@ -129,5 +129,4 @@ def check_growth(spec: EngineSpec, capacity: int) -> None:
 
 
 def align(nbytes: int) -> int:
-    """Round a number of bytes up to a multiple of ALIGNMENT."""
     return -(-nbytes // ALIGNMENT) * ALIGNMENT

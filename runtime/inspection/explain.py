@@ -18,8 +18,6 @@ ACCEPTED, REJECTED, NOT_SENT = "accepted", "rejected", "not sent"
 
 
 class DraftedNode(NamedTuple):
-    """One node of a round's graph."""
-
     node: int
     token_id: int
     text: str
@@ -42,8 +40,6 @@ class MergeEdge(NamedTuple):
 
 
 class ExplainedRound(NamedTuple):
-    """One round."""
-
     nodes: list[DraftedNode]  # in creation order, the root first
     merge_edges: list[MergeEdge]
     path: list[int]  # the accepted nodes in order, below the root

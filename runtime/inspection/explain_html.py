@@ -158,7 +158,6 @@ def section(number: int, round: ExplainedRound) -> str:
 
 
 def drawing(round: ExplainedRound) -> str:
-    """The SVG of one graph."""
     layout = lay_out(round)
     path = {ROOT, *round.path}
     steps = set(zip([ROOT, *round.path], round.path, strict=False))  # accepted edges

@@ -136,8 +136,6 @@ class ServingMetrics:
 
 
 class Values(NamedTuple):
-    """The metrics of one model at one time."""
-
     gauges: Mapping[str, float]
     counts: Mapping[str, Mapping[Any, int]]  # of each counter, by the values of its label; without one, by None
     times: Mapping[str, Histogram]

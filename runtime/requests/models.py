@@ -30,7 +30,7 @@ class NotOpened(DraftwoodError):
 
 
 class Opener(NamedTuple):
-    """How a model is opened. num_bytes: of its files."""
+    """num_bytes: of its files."""
 
     open: Callable[[], AsyncLLM]
     num_bytes: int

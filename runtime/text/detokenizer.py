@@ -154,8 +154,6 @@ def split_unfinished(tokenizer: Tokenizer, tokens: list[int]) -> tuple[list[int]
 
 
 class StopResult(NamedTuple):
-    """What is certain after a piece of text."""
-
     text: str  # certainly before any stop string
     stopped: str | None  # the stop string that follows `text`, or ends it where stop strings are kept
 

@@ -56,8 +56,6 @@ KINDS = {
 
 
 class Tensor(NamedTuple):
-    """A tensor's place and type."""
-
     file: Path
     shape: tuple[int, ...]  # outermost dimension first, as in numpy
     kind: int  # the number of a type, which may be unknown to GGMLQuantizationType
@@ -93,8 +91,6 @@ def read_header(file: Path) -> Header:
 
 
 class HeaderReader:
-    """Reads a header from its beginning to its end."""
-
     def __init__(self, file: Path, handle: BinaryIO) -> None:
         self._file, self._handle = file, handle
         self._size = os.fstat(handle.fileno()).st_size

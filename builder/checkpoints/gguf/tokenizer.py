@@ -196,8 +196,6 @@ def token_kinds(metadata: Metadata) -> list[int]:
 
 
 class Split(NamedTuple):
-    """The steps of a split."""
-
     patterns: tuple[str, ...] = ()  # each regular expression splits the pieces of the one before
     digits: bool = False  # then each digit becomes a piece
     gpt2: bool = False  # GPT-2's pattern splits last
@@ -206,7 +204,6 @@ class Split(NamedTuple):
     bos: bool = False  # a text begins with BOS unless the file says otherwise
 
     def apply(self, tokenizer: TokenizerJson) -> None:
-        """Give a tokenizer its normalizer and its pre-tokenizer."""
         if self.nfc:
             tokenizer.normalizer = normalizers.NFC()
         steps: list[pre_tokenizers.PreTokenizer] = []

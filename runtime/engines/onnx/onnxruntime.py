@@ -169,7 +169,6 @@ class OnnxRuntimeEngine(Runner):
         return OnnxRuntimeKVCache(self) if self._memory is None else DeviceKVCache(self._memory)
 
     def score(self, batch: TokenBatch, cache: KVCache) -> ForwardOutput:
-        """See Engine.forward."""
         session = self._session  # another thread may close the engine during the pass
         if session is None:
             raise closed_error(self.spec)

@@ -39,10 +39,7 @@ class Run(NamedTuple):
 
 
 class PooledKVCache:
-    """One sequence."""
-
     def __init__(self, pool: PooledEngine, salt: str | None = None) -> None:
-        """salt: see Engine.new_cache."""
         # Of the committed and of the speculative rows, int64 [length] and [speculative], in the order of the text.
         self.slots, self.speculative_slots = NO_SLOTS, NO_SLOTS
         self.length = self.speculative = 0

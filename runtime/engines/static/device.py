@@ -47,8 +47,6 @@ class RowMove(NamedTuple):
 
 
 class Device(Protocol):
-    """A GPU."""
-
     @property
     def number(self) -> int:
         """Devices with the same number share memory and streams."""

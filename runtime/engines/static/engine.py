@@ -184,7 +184,6 @@ class StaticKVCache(GrowingKVCache):
 
     @property
     def buffer(self) -> NDArray[Any]:
-        """See CacheMemory.contents."""
         with self._engine.lock:
             return self._memory.contents()
 

@@ -56,7 +56,6 @@ class SharedKVCache:
 
     @property
     def memory(self) -> CacheMemory:
-        """The memory of all sequences."""
         return self._pool.memory
 
     def has_room(self, first: int, rows: int) -> bool:
@@ -111,7 +110,6 @@ class StaticPool:
             return cache
 
     def release(self, cache: SharedKVCache) -> None:
-        """See SharedKVCache.close."""
         with self._engine.lock:
             if self._caches.get(cache.first_slot) is cache:
                 del self._caches[cache.first_slot]
@@ -158,7 +156,6 @@ class StaticPool:
             cache.length, cache.speculative_columns = min(cache.length, length), NO_COLUMNS
 
     def contents(self, cache: SharedKVCache) -> NDArray[Any]:
-        """See SharedKVCache.buffer."""
         with self._engine.lock:
             self._queue_moves()
             return self.memory.contents()[:, :, :, cache.first_slot : cache.first_slot + self.region]

@@ -66,7 +66,6 @@ class StaticRounds(Rounds):
         return TextPlace(self._target.length, pending, *places)
 
     def accept(self, outcome: RoundOutcome) -> None:
-        """Take the result of a round."""
         length = self._target.length + 1
         self._target.accept(length + len(outcome.accepted))
         self._draft.accept(length + outcome.num_scored)

@@ -97,7 +97,6 @@ class DraftBudget:
             self.drift.observe_shared(rows, batch_size, context, seconds)
 
     def leave(self, member: Hashable) -> None:
-        """Take a request out that has ended."""
         self._candidates.pop(member, None)
         self._choices.pop(member, None)
         self._served.discard(member)

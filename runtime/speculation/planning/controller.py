@@ -68,13 +68,10 @@ class RoundPlan(NamedTuple):
 
     @property
     def limits(self) -> Limits:
-        """What limits the configuration's proposals."""
         return self.depth, self.size, self.chain, self.chosen
 
 
 class Controller:
-    """Plans the rounds of one request."""
-
     def __init__(
         self,
         costs: CostModel,

@@ -61,8 +61,6 @@ def pass_seconds(device: Device, sizes: PassSizes, rows: int, context: int) -> f
 
 
 def predicted(device: Device, target: PassSizes, draft: PassSizes | None) -> CostModel:
-    """Costs of a pair."""
-
     def passes(sizes: PassSizes) -> PassCosts:
         seconds = tuple(tuple(pass_seconds(device, sizes, rows, context) for rows in WIDTHS) for context in CONTEXTS)
         return PassCosts(WIDTHS, CONTEXTS, seconds)
