@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from .random import RandomStream
 
+Floats = NDArray[np.floating[Any]]  # of any size
 NOTHING = -1  # in place of a token: nothing may follow
 CANCELLED = 1e-6  # a difference below this share of its operands has lost too many digits
 
@@ -38,22 +39,21 @@ class Weights(Protocol):
     def total(self) -> float: ...
 
     @property
-    def values(self) -> NDArray[np.floating[Any]]:
+    def values(self) -> Floats:
         """Those of all tokens [V], in a buffer that the next call overwrites."""
 
     def draw(self, stream: RandomStream) -> int:
         """Draw a token; the values are then overwritten."""
 
     def residual(self, ids: NDArray[np.int64]) -> Residual:
-        """R before any rejection. ids int64 [K], ascending: all tokens that may be offered. The values are
-        overwritten."""
+        """R before any rejection. ids int64 [K], ascending: what may be offered. Overwrites the values."""
 
 
 class NumpyWeights(NamedTuple):
     """Weights whose values [V] are known."""
 
     total: float
-    values: NDArray[np.floating[Any]]
+    values: Floats
 
     def draw(self, stream: RandomStream) -> int:
         values = self.values
@@ -94,15 +94,14 @@ class NumpyResidual:
         R[self._ids] = self.probs
         return stream.categorical(R)
 
-    def _others(self) -> NDArray[np.floating[Any]]:
+    def _others(self) -> Floats:
         """The weights of all tokens [V] that are not offered, zero at the others."""
         self._values[self._ids] = 0.0
         return self._values
 
 
 class KeptWeights(NamedTuple):
-    """Probabilities of those tokens alone that truncation keeps: ids int64 [K], ascending, and probs float64 [K].
-    size: of the vocabulary, V."""
+    """The tokens that truncation keeps: ids int64 [K], ascending, and probs float64 [K]. size: of the vocabulary, V."""
 
     ids: NDArray[np.int64]
     probs: NDArray[np.float64]
@@ -113,7 +112,7 @@ class KeptWeights(NamedTuple):
         return 1.0
 
     @property
-    def values(self) -> NDArray[np.floating[Any]]:
+    def values(self) -> Floats:
         values = np.zeros(self.size)
         values[self.ids] = self.probs
         return values

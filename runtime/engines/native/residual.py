@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 from numpy.typing import NDArray
 
 from ....plugins.native.library import RUN, NativeLibrary, address
 from ....plugins.native.residual import Offers, Row
 from ...sampling.random import RandomStream
+from ...sampling.weights import Floats
 
 
 class NativeWeights:
@@ -22,14 +21,13 @@ class NativeWeights:
         library: NativeLibrary,
         row: Row,
         total: float,
-        arrays: tuple[NDArray[np.floating[Any]], NDArray[np.float64], NDArray[np.floating[Any]]],
+        arrays: tuple[Floats, NDArray[np.float64], Floats],
     ) -> None:
-        """row: with the addresses of its logits and sums. arrays: these two, and a buffer [V] of float32 for the
-        values."""
+        """row: with the addresses of its logits and sums. arrays: these two, and a buffer [V] of float32."""
         self.library, self.row, self.total, self._arrays = library, row, total, arrays
 
     @property
-    def values(self) -> NDArray[np.floating[Any]]:
+    def values(self) -> Floats:
         logits, _, values = self._arrays
         return self.library.weigh(logits, self.row.peak, self.row.temperature, values)
 
@@ -42,8 +40,6 @@ class NativeWeights:
 
 
 class NativeResidual:
-    """See Residual."""
-
     __slots__ = ("_R", "_ids", "_offers", "_weights", "probs")
 
     def __init__(self, weights: NativeWeights, ids: NDArray[np.int64]) -> None:
