@@ -11,7 +11,7 @@ from ..models.errors import ConfigError, EngineError, nearest
 from ..runtime.bundle.checks import MAX_BATCH, MAX_ROWS
 from ..runtime.engines.backends import BACKENDS, COMPILED
 from .engines.plan import CompileOptions
-from .setting import setting
+from .setting import flag, setting
 
 TENSORRT = "TensorRT"  # the group of the options for its plans
 FINE_WIDTHS = 16  # backends that do not pad get every width up to this one
@@ -242,11 +242,6 @@ class BuildOptions:
             self.timing_cache,
             self.max_batch,
         )
-
-
-def flag(name: str) -> str:
-    """A field as the command line writes it."""
-    return "--" + name.replace("_", "-")
 
 
 def refuse_dynamic(precision: str) -> None:
