@@ -114,7 +114,6 @@ def num_weights(config: LlamaConfig) -> int:
 
 
 def make(config: LlamaConfig, backend: Backend, precision: str, folder: Path, threads: int) -> Engine:
-    """Make and open an engine of random weights."""
     folder.mkdir()
     capacity = CONTEXT + max(ROWS)
     form = FORMATS.get((backend.name, precision))

@@ -64,7 +64,6 @@ def seconds(text: str) -> float:
 
 
 def network(text: str) -> str:
-    """An address, or a network of addresses."""
     try:
         return str(ip_network(text, strict=False))
     except ValueError as error:

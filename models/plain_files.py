@@ -20,7 +20,6 @@ def check_plain(file: Path, most: int | None = None) -> None:
 
 
 def check_status(found: os.stat_result, most: int | None) -> None:
-    """See `check_plain`."""
     if not stat.S_ISREG(found.st_mode):
         raise ValueError("it is no plain file, but a folder, pipe, socket or device")
     if most is not None and found.st_size > most:

@@ -159,7 +159,6 @@ def write_graph(source: Source, spec: EngineSpec, file: Path, begin: Begin, form
 
 
 def check_parity(source: Source, spec: EngineSpec, engines: Iterable[Engine], begin: Begin) -> float:
-    """Compare engines with the reference, see `compare`."""
     advance = begin(Step(f"Computing the {spec.role}'s reference", spec.model.num_layers))
     weights = source.weights
     expected = score_rows(weights.tensor, weights.config, rows_of(spec), source.head, advance)

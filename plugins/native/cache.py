@@ -114,7 +114,6 @@ def cache_folder() -> Path | None:
 
 
 def named_folder() -> Path | None:
-    """See cache_folder."""
     if chosen := os.environ.get(CACHE):
         return Path(chosen).absolute()
     try:

@@ -189,7 +189,6 @@ class Models:
         return written(values)
 
     async def drain(self, timeout_s: float | None = None) -> bool:
-        """See AsyncLLM.drain."""
         self._draining = True
         open_ones = [model.llm for model in self._loaded if model.llm is not None]
         return all(await asyncio.gather(*(llm.drain(timeout_s) for llm in open_ones)))

@@ -85,7 +85,6 @@ def vocabulary_problems(model: Mapping[str, Any], added: Sequence[Mapping[str, A
 
 
 def unigram_texts(vocabulary: Any) -> list[str]:
-    """The texts of a list of pairs of text and score."""
     pairs = vocabulary if isinstance(vocabulary, list) else []
     return [pair[0] for pair in pairs if isinstance(pair, list) and pair and isinstance(pair[0], str)]
 

@@ -107,7 +107,6 @@ def unused_tensor(metadata: Metadata, family: Family, name: str) -> CheckpointEr
 
 
 def has_bias(family: Family, part: str, tensors: Iterable[str]) -> bool:
-    """Whether any matrix of any layer's `part` has a bias."""
     modules = family.layer.items()
     ends = tuple(f".{stem}.bias" for stem, module in modules if module.startswith(part) and module.endswith("_proj"))
     return any(name.endswith(ends) for name in tensors)

@@ -124,7 +124,6 @@ class GrowerKind:
 
 
 def fixed_shape(shape: Callable[[Topology, Topology], Topology]) -> GrowerKind:
-    """The kind of growers whose settings fix the shape of the tree."""
     return GrowerKind(
         lambda g: StaticTree(shallow(g.shape, g.depth), g.merger()),
         lambda g: RankedStaticTree(shallow(g.shape, g.depth), g.merger()),

@@ -62,7 +62,6 @@ class LookupEstimate:
         self._right: dict[int, list[float]] = defaultdict(lambda: [0.0] * DEPTHS)
 
     def observe(self, match: Match, following: Sequence[int]) -> None:
-        """Learn from the tokens that followed a match."""
         if self._general is not None:
             self._general.observe(match, following)
         tried, right, memory = self._tried[match.ngram], self._right[match.ngram], self._memory
