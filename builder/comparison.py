@@ -51,11 +51,9 @@ class RandomLayer(Checkpoint):
         self._shapes, self._generator = network_of(config).tensors(), np.random.default_rng(0)
 
     def tensor(self, name: str) -> NDArray[Any]:
-        """See Checkpoint.tensor."""
         return self._generator.random(self._shapes[name], np.float32) * np.float32(0.04) - np.float32(0.02)
 
     def blocks(self, name: str) -> Blocks | None:
-        """See Checkpoint.blocks."""
         return None
 
 
@@ -79,8 +77,7 @@ def compare(
 
 
 def one_layer(model: LlamaConfig) -> LlamaConfig:
-    """A model of one layer of this one's shape, halved until it is small enough. Steps that only some families have
-    take little time, and are left out."""
+    """A model of one layer, halved until it is small, without the quick steps that only some families have."""
     config = replace(
         model,
         vocab_size=VOCABULARY,
@@ -113,12 +110,10 @@ def halved(size: int) -> int:
 
 
 def num_weights(config: LlamaConfig) -> int:
-    """The weights of the matrices of a layer."""
     return sum(each.inputs * sum(each.outputs) for each in network_of(config).layers[0].matrices)
 
 
 def make(config: LlamaConfig, backend: Backend, precision: str, folder: Path, threads: int) -> Engine:
-    """Make and open an engine of random weights."""
     folder.mkdir()
     capacity = CONTEXT + max(ROWS)
     form = FORMATS.get((backend.name, precision))
@@ -158,8 +153,7 @@ def random_codes(config: LlamaConfig, form: WeightFormat) -> dict[str, Quantized
 
 
 def time_in_turn(engines: list[Engine], seconds_of: TimePass) -> list[tuple[float, ...]]:
-    """The least seconds of each engine's passes, by ROWS: other programs only make passes longer. The engines take
-    turns."""
+    """The least seconds of each engine's passes, taken in turn, by ROWS: other programs only make passes longer."""
     caches = [engine.new_cache() for engine in engines]
     times: list[dict[int, list[float]]] = [{rows: [] for rows in ROWS} for _ in engines]
     for engine, cache in zip(engines, caches, strict=True):

@@ -59,9 +59,8 @@ def most_frequent(
 
 
 def kept_tokens(order: NDArray[np.int64], size: int, always: Iterable[int], option: str) -> NDArray[np.int64]:
-    """The ids of the first `size` tokens in an order, ascending. always: special tokens and those that end a text,
-    which come first. Raises ConfigError where `size` has no room for others than those of `always`. option: that asks
-    for the size."""
+    """The ids of the first `size` tokens in an order, ascending, those in `always` first. option: that asks for the
+    size. Raises ConfigError where `size` has no room for others."""
     special = np.intersect1d(order, np.fromiter(always, np.int64))
     if len(special) >= size:
         raise ConfigError(
@@ -73,8 +72,7 @@ def kept_tokens(order: NDArray[np.int64], size: int, always: Iterable[int], opti
 
 
 def is_ascii_character(token: str) -> bool:
-    """Whether a token of a vocabulary is a character of ASCII, alone or after a space, or a space. SentencePiece lists
-    its characters after all merges."""
+    """Whether a token is a character of ASCII, alone or after a space. SentencePiece lists its characters last."""
     bare = token.lstrip("\u2581\u0120")  # how SentencePiece and byte-level BPE write a space
     return len(token) <= 2 and len(bare) <= 1 and bare.isascii()
 
@@ -106,7 +104,6 @@ def strings_of_lines(content: str) -> Iterator[str]:
 
 
 def strings_of(value: Any) -> Iterator[str]:
-    """Every string in a value of JSON."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, list | dict):

@@ -11,7 +11,7 @@ from ..models.errors import ConfigError, EngineError, nearest
 from ..runtime.bundle.checks import MAX_BATCH, MAX_ROWS
 from ..runtime.engines.backends import BACKENDS, COMPILED
 from .engines.plan import CompileOptions
-from .setting import setting
+from .setting import flag, setting
 
 TENSORRT = "TensorRT"  # the group of the options for its plans
 FINE_WIDTHS = 16  # backends that do not pad get every width up to this one
@@ -180,17 +180,14 @@ class BuildOptions:
 
     @property
     def roles(self) -> tuple[str, ...]:
-        """The engines of the bundle."""
         return (TARGET,) if self.draft is None else ROLES
 
     def backend_of(self, role: str) -> str:
-        """The backend of a role's engine, explicit or default."""
         if role == TARGET:
             return self.backend
         return self.draft_backend or self.backend
 
     def precision_of(self, role: str) -> str:
-        """A role's precision, explicit or default."""
         backend = BACKENDS[self.backend_of(role)]
         chosen = self.precision or backend.precisions[0]
         if role == TARGET:
@@ -206,7 +203,6 @@ class BuildOptions:
         return "" if chosen in backend.caches[:1] else chosen
 
     def lora_of(self, role: str) -> Path | None:
-        """The adapter that is merged into a role's model."""
         return self.lora if role == TARGET or isinstance(self.draft, SelfDraft) else self.draft_lora
 
     def is_calibrated(self, role: str) -> bool:
@@ -246,11 +242,6 @@ class BuildOptions:
             self.timing_cache,
             self.max_batch,
         )
-
-
-def flag(name: str) -> str:
-    """A field as the command line writes it."""
-    return "--" + name.replace("_", "-")
 
 
 def refuse_dynamic(precision: str) -> None:

@@ -41,15 +41,11 @@ class Scored(NamedTuple):
 
 
 def largest_difference(engine: Engine, reference: Scored, rounding: str | None = None) -> float:
-    """Run a prompt and a token tree through an engine. reference: what the reference says of `rows_of` the
-    engine's spec. rounding: the precision of the engine's activations; None means the engine's precision.
-
-    Returns the largest difference of two logits, divided by the largest logit if that exceeds 1; states are compared
-    like logits. Raises BundleError if
-    the result exceeds `TOLERANCE`, or if an acceptance head's output differs by more than `HEAD_TOLERANCE`. Less
-    precise engines may differ by more, see `COARSER`. It raises BundleError, too, if a logit of either is NaN or
-    infinite, of which no difference can be taken.
-    """
+    """Run a prompt and a token tree through an engine. reference: what the reference says of `rows_of` the engine's
+    spec. rounding: the precision of the engine's activations; None means the engine's precision. Returns the largest
+    difference of two logits, or states, divided by the largest logit if that exceeds 1. Raises BundleError if it
+    exceeds `TOLERANCE`, or an acceptance head's `HEAD_TOLERANCE`, times `COARSER`, and for a logit of either that is
+    NaN or infinite."""
     rounded = (rounding or engine.spec.precision, engine.spec.cache_precision)
     coarser = max(COARSER.get(precision, 1.0) for precision in rounded)
     worst, first = 0.0, 0

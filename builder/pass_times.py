@@ -50,8 +50,7 @@ class Passes(NamedTuple):
 
 
 def thinned_out(widths: Sequence[int], step: float, every: int = 1) -> tuple[int, ...]:
-    """Those up to `every`, the narrowest and the widest one, and between them each that is `step` times the one before,
-    or more."""
+    """Those up to `every`, the narrowest, the widest, and between them each `step` times the one before, or more."""
     found = [widths[0]]
     for width in widths[1:]:
         if width <= every or width >= step * found[-1] or width == widths[-1]:
@@ -170,8 +169,7 @@ def states_for(engine: Engine, rows: int, committed: bool = True) -> NDArray[np.
 
 
 def time_pass(engine: Engine, cache: Any, width: int, committed: bool = True) -> float:
-    """Seconds of one pass over a chain of `width` rows, which are not committed, with all states that a round asks for.
-    committed: see `states_for`."""
+    """Seconds of a pass of `width` rows, not committed, with a round's states. committed: see `states_for`."""
     positions, given = np.arange(cache.length, cache.length + width), states_for(engine, width, committed)
     mask, shows = np.tri(width, dtype=np.bool_), engine.spec.model.state_size > 0
     batch = TokenBatch.pad([0] * width, positions, mask, width, states=given, states_read=shows)

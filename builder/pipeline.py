@@ -13,13 +13,7 @@ from ..models.bindings import DRAFT, INTEGERS, ROLES, TARGET
 from ..models.errors import BundleError, CheckpointError, ConfigError
 from ..models.layers import num_parameters
 from ..models.release import own_version
-from ..runtime.bundle.bundle import (
-    GENERATION,
-    MANIFEST,
-    EngineBundle,
-    Manifest,
-    write_manifest,
-)
+from ..runtime.bundle.bundle import GENERATION, MANIFEST, EngineBundle, Manifest, write_manifest
 from ..runtime.bundle.checks import check_manifest
 from ..runtime.bundle.digests import FileRecord, file_record
 from ..runtime.bundle.staging import replaceable, staging_folder
@@ -114,7 +108,6 @@ def downloaded(options: BuildOptions, begin: Begin) -> BuildOptions:
 
 
 def opened(options: BuildOptions, advance: Callable[[], None]) -> dict[str, Checkpoint]:
-    """The checkpoint of each engine. Raises CheckpointError."""
     checkpoints: dict[str, Checkpoint] = {}
     for role in options.roles:
         path = options.target if role == TARGET or not isinstance(options.draft, Path) else options.draft
@@ -204,8 +197,7 @@ def with_cheap_draft(options: BuildOptions, checkpoints: Mapping[str, Checkpoint
 
 
 def default_precision(draft: Checkpoint, large: bool, options: BuildOptions) -> str:
-    """What a draft is built in. One of other sizes than blocks allow has no default in blocks. large: whether reading
-    its weights is most of a pass."""
+    """The draft's default, None where its sizes fit no blocks. large: whether reading weights is most of a pass."""
     backend, precision = BACKENDS[options.backend_of(DRAFT)], options.precision_of(DRAFT)
     precision = INTEGERS[-1] if large and backend.draft_precision is not None else precision
     form = FORMATS.get((backend.name, precision))

@@ -31,7 +31,6 @@ class Plot(NamedTuple):
         return self.left + across * self.width, TOP + (1 - up) * SIDE
 
     def frame(self, title: str, x_label: str, y_label: str) -> list[str]:
-        """Grid, ticks, labels."""
         bottom, middle = TOP + SIDE, self.left + self.width / 2
         parts = [f'<text x="{self.left}" y="{TOP - 18}" font-size="15" font-weight="600">{escape(title)}</text>']
         for tick in range(TICKS + 1):
@@ -84,7 +83,6 @@ def training_svg(curves: Mapping[str, Curve], reliability: Mapping[str, Sequence
 
 
 def loss_plot(curves: Mapping[str, Curve]) -> list[str]:
-    """Weighted loss over steps."""
     shown = {name: smooth(curve) for name, curve in curves.items()}
     points = [point for curve in shown.values() for point in curve]
     losses = [loss for _, loss in points]
@@ -111,7 +109,6 @@ def reliability_plot(reliability: Mapping[str, Sequence[Bin]]) -> list[str]:
 
 
 def svg(title: str, parts: Sequence[str]) -> str:
-    """A whole picture."""
     return "\n".join(
         [
             f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" width="{WIDTH}" height="{HEIGHT}" '

@@ -43,8 +43,7 @@ def contexts_of(max_length: int) -> tuple[int, ...]:
 
 
 def brief_contexts(max_length: int) -> tuple[int, ...]:
-    """The shortest and the longest of these, as costs grow evenly between them; one between where they are far
-    apart."""
+    """The shortest and the longest of these, and one between where they are far apart: costs grow evenly."""
     contexts = contexts_of(max_length)
     middle = {CONTEXTS[-1]} if contexts[-1] > 2 * CONTEXTS[-1] else set()
     return tuple(sorted({contexts[0], contexts[-1], *middle}))

@@ -60,7 +60,6 @@ class Reference:
 
     @np.errstate(all="ignore")
     def scored(self) -> Scored:
-        """The rows after the last layer, scored."""
         hidden = self._normed(self._network.norm, self._rows)
         (logits,) = self._products(self._network.head, hidden)
         acceptance = None if self._head is None else accepted(self._head, hidden)
@@ -85,8 +84,7 @@ class Reference:
         return attended.transpose(1, 0, 2).reshape(len(rows), -1)
 
     def _rotated(self, heads: Array, cosine: Array, sine: Array) -> Array:
-        """Rotate the first numbers of heads [R, H, D] by position; a pair is (i, i + half), as in Hugging Face's
-        checkpoints."""
+        """Rotate the first numbers of heads [R, H, D]; a pair is (i, i + half), as in Hugging Face's checkpoints."""
         first, second, rest = np.split(heads, (cosine.shape[-1], 2 * cosine.shape[-1]), -1)
         return np.concatenate((first * cosine - second * sine, second * cosine + first * sine, rest), -1)
 

@@ -28,8 +28,6 @@ class Piece(NamedTuple):
 
 
 class Pieces(NamedTuple):
-    """A SentencePiece model."""
-
     pieces: Sequence[Piece]
     unknown: int  # index of the piece that stands for what has none
     unigram: bool = False
@@ -98,7 +96,6 @@ def tokenizer_of(model: Pieces) -> TokenizerJson:
 
 
 def put_around(tokenizer: TokenizerJson, before: str | None, behind: str | None) -> None:
-    """Have special tokens put before and behind every text."""
     pieces = [*([before] if before is not None else []), "$A", *([behind] if behind is not None else [])]
     special = [(text, tokenizer.token_to_id(text)) for text in dict.fromkeys(pieces) if text != "$A"]
     if special:
@@ -116,8 +113,7 @@ def unigram_model(model: Pieces) -> models.Model:
 
 
 def bpe_model(model: Pieces) -> models.Model:
-    """A piece is the merge of any two pieces it consists of; better scores merge first. Raises CheckpointError for more
-    merges than any training leads to."""
+    """A piece is the merge of any two pieces; better scores merge first. Raises CheckpointError for too many merges."""
     vocabulary = {piece.text: index for index, piece in enumerate(model.pieces)}
     merges, merged = list[tuple[float, tuple[int, int]]](), 0
     for text, score, _ in model.pieces:

@@ -8,8 +8,6 @@ from typing import Any, NamedTuple
 
 
 class Setting(NamedTuple):
-    """An option for a field of a dataclass."""
-
     help: str
     is_further: bool = True  # shown by --help-all only
     default: str = ""  # in words, where it is not the dataclass's
@@ -25,3 +23,8 @@ def settings_of(kind: Callable[..., Any], group: str = "") -> dict[str, Setting]
     """The settings of a group by the names of their fields."""
     found = {each.name: each.metadata.get("setting") for each in fields(kind)}  # type: ignore[arg-type]
     return {name: each for name, each in found.items() if each is not None and each.group == group}
+
+
+def flag(name: str) -> str:
+    """A field as the command line writes it."""
+    return "--" + name.replace("_", "-")

@@ -1,5 +1,4 @@
-"""Writes a checkpoint's tokenizer as `tokenizer.json` into the bundle: copied, or converted from SentencePiece's
-format."""
+"""Writes a checkpoint's `tokenizer.json` into the bundle: copied, or converted from SentencePiece's format."""
 
 from __future__ import annotations
 
@@ -102,7 +101,6 @@ def other_model(folder: Path, text: str, index: int | None, found: str) -> Check
 
 
 def additional_templates(source: Path) -> list[Path]:
-    """The files of a checkpoint's further chat templates."""
     files = sorted((source / TEMPLATES).glob("*.jinja"))
     if len(files) > MAX_TEMPLATES:
         raise CheckpointError(f"{source / TEMPLATES} has {len(files)} chat templates and may have {MAX_TEMPLATES}")
@@ -166,8 +164,7 @@ def check_known(ids: Iterable[int], tokenizer: Tokenizer, vocab_size: int, text:
 
 
 def from_sentencepiece(folder: Path) -> TokenizerJson:
-    """LLaMA-1/2's tokenizer.model with the tokens that were added to it, and with the settings of transformers that
-    change the tokens of a text."""
+    """LLaMA-1/2's tokenizer.model with the tokens added to it, and with transformers' settings that change tokens."""
     settings = read_settings(folder / SETTINGS)
     prefix, legacy = switched(settings, "add_prefix_space", True), switched(settings, "legacy", True)
     model = read_sentencepiece(folder / SENTENCEPIECE)

@@ -167,8 +167,7 @@ def add_chat(parser: argparse.ArgumentParser) -> None:
 
 
 def encode_prompts(tokenizer: Tokenizer, texts: Sequence[str], chat: bool) -> list[list[int]]:
-    """Token ids of each text. chat: of a conversation that begins with the text as the user's message. Raises
-    RequestError, for a model without a chat template, too."""
+    """Token ids of each text. chat: as a user's message. Raises RequestError, also without a chat template."""
     if not chat:
         return [tokenizer.encode(text) for text in texts]
     if not tokenizer.has_chat_template:

@@ -11,7 +11,7 @@ from rich.console import Console
 
 from ..builder.options import TENSORRT, BuildOptions, SelfDraft
 from ..builder.profile import BRIEF_SECONDS, brief_contexts
-from ..builder.setting import settings_of
+from ..builder.setting import flag, settings_of
 from ..models.config import LlamaConfig
 from ..models.errors import ConfigError, DraftwoodError
 from ..models.printable import shell_word
@@ -29,7 +29,6 @@ from .options import (
     THREADS,
     add_quiet,
     add_settings,
-    flag,
     folder_or_id,
     given,
     needed_packages,
@@ -90,8 +89,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def cached(args: argparse.Namespace, console: Console) -> Path:
-    """The folder in the cache, where the bundle is built unless it is there. Raises ConfigError for options by which
-    the cache does not know bundles."""
+    """The folder in the cache; built if absent. Raises ConfigError for options by which the cache knows no bundles."""
     with progress(console) as begin:
         from ..builder.checkpoints.hub import MODEL, local_folder
 
@@ -119,7 +117,6 @@ def cached(args: argparse.Namespace, console: Console) -> Path:
 
 
 def built(args: argparse.Namespace, console: Console) -> Path:
-    """The folder of the bundle that was built."""
     choice = (
         choose_backend(lambda: compare_usual(str(getattr(args, "precision", "")))) if args.backend == AUTO else None
     )

@@ -84,7 +84,6 @@ def answer_in_json(state: ChatState) -> None:
 
 
 def answer_in_text(state: ChatState, errors: Console) -> None:
-    """Print the answer to each line of standard input."""
     for message in messages():
         answer(state, message, errors)
 
@@ -153,8 +152,7 @@ def obey(state: ChatState, line: str, console: Console, stop: Event) -> bool:
 
 
 def answer(state: ChatState, message: str | None, notes: Console, stop: Event | None = None) -> None:
-    """Write an answer as it is generated: to a message, or, for None, to the last one again. notes: where a line about
-    left-out turns is written."""
+    """Write the answer to a message, or, for None, another one to the last. notes: for a line about left-out turns."""
     session, before = state.session, state.session.num_left_out
     if message is None:
         chunks = session.retry(state.params, state.speculative, stop)

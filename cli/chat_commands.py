@@ -35,8 +35,6 @@ NUMBERS: dict[str, tuple[Callable[[str], Any], str]] = {  # readers of numbers b
 
 @dataclass
 class ChatState:
-    """What commands read and change."""
-
     session: ChatSession
     params: SamplingParams
     speculative: Speculation
@@ -44,16 +42,12 @@ class ChatState:
 
 
 class Reply(NamedTuple):
-    """What follows a command."""
-
     said: str = ""
     retries: bool = False  # the last message is answered again
     leaves: bool = False  # the conversation ends
 
 
 class Command(NamedTuple):
-    """One command."""
-
     run: Callable[[ChatState, str], str | Reply]  # with its argument; a text is what it says
     arguments: str  # for /help; empty if it takes none
     help: str

@@ -92,7 +92,6 @@ def real_model() -> Path | None:
 
 
 def real_demo(model: Path) -> Demo:
-    """SmolLM2-135M-Instruct with its draft."""
     draft = FOLDER / "smollm2"
     build = ("--target", str(model), "--draft", str(draft), "--precision", "int8", "--max-length", "2048")
     bench = ("--chat", "--prompts", str(draft / "prompts.jsonl"), "--max-tokens", "96")
@@ -100,7 +99,6 @@ def real_demo(model: Path) -> Demo:
 
 
 def small_demo() -> Demo:
-    """The pair that comes with Draftwood."""
     roles = ("--target", str(FOLDER / "target"), "--draft", str(FOLDER / "draft"))
     build = (*roles, "--acceptance-head", str(FOLDER / "head"), "--precision", "fp32")
     bench = ("--prompts", str(FOLDER / "prompts.jsonl"), "--max-tokens", "64", "--limit", "4")

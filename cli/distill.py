@@ -102,7 +102,6 @@ class Bars:
         self._estimate = ""
 
     def begin(self, step: Step) -> Callable[[], None]:
-        """See `progress`."""
         if not step.units:
             say(self._bars.console, step.title)
             return lambda: None
@@ -110,15 +109,12 @@ class Bars:
         return lambda: self._bars.advance(task)
 
     def text(self, counts: TextCounts, seconds: float) -> None:
-        """Show how much text there is."""
         self._show("Writing text", f"{counts.texts} texts, {counts.tokens} tokens", self._options.text_seconds, seconds)
 
     def step(self, seconds: float, divergence: float) -> None:
-        """Show the loss of a training step."""
         self._show("Training", f"loss {divergence:.3f}{self._estimate}", self._options.training_seconds, seconds)
 
     def training(self, found: Acceptance, progress: TrainingProgress) -> None:
-        """Show an estimate."""
         self._estimate = f", acceptance {' '.join(f'{value:.3f}' for value in found.known)}"
         figures = f"loss {found.loss:.3f}{self._estimate}"
         self._show("Training", figures, self._options.training_seconds, progress.seconds)

@@ -20,58 +20,51 @@ from ..runtime.llm import LLM
 from ..runtime.sampling.params import SamplingParams
 from ..runtime.sampling.structured import StructuredOutput
 from ..runtime.text.tokenizer import token_texts
+from . import options
 from .files import check_writable, files_of, read, write
 from .live import costs_note, open_view, summary
-from .options import (
-    FURTHER,
-    add_decoding,
-    add_model,
-    add_quiet,
-    add_sampling,
-    bundle_for,
-    given,
-    speculative,
-    valid_text,
-)
 from .streams import read_input, say
 
 
 def add_parser(commands: Any) -> None:
     parser = commands.add_parser("generate", help="complete a prompt")
-    add_model(parser)
+    options.add_model(parser)
     prompt = parser.add_mutually_exclusive_group(required=True)
-    prompt.add_argument("-p", "--prompt", metavar="TEXT", type=valid_text, help="text to complete")
+    prompt.add_argument("-p", "--prompt", metavar="TEXT", type=options.valid_text, help="text to complete")
     prompt.add_argument("--prompt-file", metavar="FILE", help="file with the text to complete; - reads standard input")
     prompt.add_argument(
-        "--chat", metavar="TEXT", type=valid_text, help="a user's message, put through the model's chat template"
+        "--chat",
+        metavar="TEXT",
+        type=options.valid_text,
+        help="a user's message, put through the model's chat template",
     )
-    form = parser.add_argument_group(FURTHER + "form of the text").add_mutually_exclusive_group()
+    form = parser.add_argument_group(options.FURTHER + "form of the text").add_mutually_exclusive_group()
     form.add_argument("--json-schema", metavar="FILE", type=Path, help="the text is JSON that fits this schema")
     form.add_argument(
-        "--regex", metavar="PATTERN", type=valid_text, help="the whole text matches this regular expression"
+        "--regex", metavar="PATTERN", type=options.valid_text, help="the whole text matches this regular expression"
     )
     form.add_argument("--grammar", metavar="FILE", type=Path, help="the text follows this grammar, Lark's or GBNF's")
     words = "one JSON object: the fields of CompletionOutput, and the prompt's tokens"
     parser.add_argument("--json", action="store_true", help=words)
     parser.add_argument("--explain", metavar="OUT.html", type=Path, help="draw every round's token graph on a page")
-    check = parser.add_argument_group(FURTHER + "check")
+    check = parser.add_argument_group(options.FURTHER + "check")
     check.add_argument("--audit", action="store_true", help="decode plainly too and compare; exit code 1 if different")
-    add_sampling(parser)
-    add_decoding(parser)
-    add_quiet(parser)
+    options.add_sampling(parser)
+    options.add_decoding(parser)
+    options.add_quiet(parser)
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
     if hasattr(args, "logprobs") and not args.json:
         raise RequestError("--logprobs needs --json: a text alone shows no log-probabilities")
-    chosen = given(args, SamplingParams) | {"structured": form_of(args)}
+    chosen = options.given(args, SamplingParams) | {"structured": form_of(args)}
     SamplingParams(**chosen)  # raises before the model is opened
-    config = speculative(args)
+    config = options.speculative(args)
     text = prompt_text(args)
     if args.audit:
         check_auditable(config is not None, SamplingParams(**{"temperature": TEMPERATURE} | chosen))
-    bundle = bundle_for(args)
+    bundle = options.bundle_for(args)
     if args.explain is not None:
         read_files = (args.json_schema, args.grammar, args.prompt_file and Path(args.prompt_file))
         check_writable(args.explain, "--explain", (*read_files, *files_of(EngineBundle.open(bundle))))
@@ -110,7 +103,6 @@ def run(args: argparse.Namespace) -> int:
 
 
 def verdict(report: AuditReport) -> str:
-    """An audit in one line."""
     if report.equal:
         return f"audit: all {report.num_tokens} tokens are those of plain decoding"
     tokens = f"{report.speculative_token} instead of {report.plain_token}"

@@ -237,7 +237,6 @@ def full_bytes(bundle: EngineBundle, role: str, requests: int) -> int:
 
 
 def attention(plan: TensorRTPlan) -> str:
-    """The implementation of attention in a TensorRT plan."""
     if plan.kernel is None:
         return f"TensorRT's own, {plan.layers.attention or 'no'} fused layers of {plan.layers.total}"
     return f"kernel {plan.kernel.fingerprint[:12]}, {plan.layers.plugin} layers of {plan.layers.total}"

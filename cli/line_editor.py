@@ -1,5 +1,4 @@
-"""LineEditor: reads lines in a terminal, with a history of earlier lines, and gives ctrl-C its meaning in a
-conversation."""
+"""LineEditor: reads lines in a terminal, with a history, and gives ctrl-C its meaning in a conversation."""
 
 from __future__ import annotations
 
@@ -56,8 +55,7 @@ class LineEditor:
                 readline.write_history_file(self._file)
 
     def read(self, prompt: str) -> str:
-        """One line. Raises EOFError at ctrl-D, KeyboardInterrupt at ctrl-C, and RequestError for a line that is no
-        UTF-8."""
+        """One line. Raises EOFError at ctrl-D, KeyboardInterrupt at ctrl-C, RequestError for what is no UTF-8."""
         self._reading = True
         try:
             line = input(prompt)

@@ -77,7 +77,6 @@ def running(stats: SpecDecodeStats) -> str:
 
 
 def summary(stats: SpecDecodeStats) -> str:
-    """The summary line at the end of a text."""
     parts = [f"── {running(stats)}"]
     if stats.num_drafts:
         parts.append(

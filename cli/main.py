@@ -53,7 +53,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def exit_code(argv: Sequence[str] | None) -> int:
-    """Run one command; returns its exit code."""
     try:
         check_output()
         return run_command(sys.argv[1:] if argv is None else argv)
@@ -109,8 +108,7 @@ def arguments(argv: Sequence[str]) -> argparse.Namespace:
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser whose errors are one line that suggests the most similar choice, and whose help leaves out further
-    options; used for the commands, too."""
+    """A parser whose errors are one line with the most similar choice, and whose help leaves further options out."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options, formatter_class=partial(argparse.HelpFormatter, max_help_position=30))

@@ -9,7 +9,7 @@ from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import Any, TypeVar
 
-from ..builder.setting import Setting, settings_of
+from ..builder.setting import Setting, flag, settings_of
 from ..models.errors import ConfigError, EngineError
 from ..plugins.installation import lacking
 from ..runtime.bundle.cache import Model, bundle_of
@@ -66,7 +66,6 @@ def integers(text: str) -> tuple[int, ...]:
 
 
 def positive(text: str) -> int:
-    """A whole number of at least 1."""
     try:
         value = int(text)
     except ValueError:
@@ -119,8 +118,7 @@ READERS: dict[str, dict[str, Any]] = {  # how argparse reads a field, by its ann
 def add_settings(
     parser: argparse.ArgumentParser, title: str, kind: Callable[..., Any], shown: Mapping[str, Setting] | None = None
 ) -> argparse._ArgumentGroup:
-    """Add options for fields of a dataclass, in two groups: those for everybody, which is returned, and others. shown:
-    None for those of the fields themselves."""
+    """Add options for fields of a dataclass, in two groups, the first for everybody. shown: None: the fields' own."""
     known = {field.name: field for field in fields(kind)}  # type: ignore[arg-type]
     groups = [parser.add_argument_group(start + title) for start in ("", FURTHER)]
     for name, setting in (settings_of(kind) if shown is None else shown).items():
@@ -144,8 +142,7 @@ def given(args: argparse.Namespace, kind: Callable[..., Any]) -> dict[str, Any]:
 
 @contextmanager
 def needed_packages(purpose: str) -> Iterator[None]:
-    """Where packages are imported that not every installation has, torch and onnx for instance. Raises EngineError if
-    they are not there."""
+    """Where packages are imported that not every installation has. Raises EngineError without them."""
     try:
         yield
     except ModuleNotFoundError as error:
@@ -173,7 +170,6 @@ def model_of(args: argparse.Namespace) -> Model:
 
 
 def bundle_for(args: argparse.Namespace) -> Path:
-    """The folder of the model's bundle, see `bundle_of`."""
     return bundle_of(model_of(args), getattr(args, "quiet", False))
 
 
@@ -217,7 +213,6 @@ def add_running(group: argparse._ActionsContainer) -> None:
 
 
 def add_engines(parser: argparse.ArgumentParser) -> None:
-    """Add the options of the engines on this machine."""
     group = parser.add_argument_group(FURTHER + "engines")
     group.add_argument("--threads", type=int, default=THREADS, help="threads of the target; 0 lets the backend choose")
     group.add_argument(
@@ -233,8 +228,7 @@ def add_decoding(parser: argparse.ArgumentParser) -> None:
 
 
 def speculative(args: argparse.Namespace) -> SpeculativeConfig | None:
-    """The settings of speculation; None for plain decoding. Raises ConfigError for settings that contradict each other,
-    or that plain decoding does not have."""
+    """The settings of speculation; None for plain decoding. Raises ConfigError for those that contradict each other."""
     chosen = given(args, SpeculativeConfig)
     options = [flag(name) for name in chosen] + (["--speculative"] if args.speculative is not None else [])
     useless = [*options, *(["--draft-threads"] if args.draft_threads else [])]
@@ -245,8 +239,3 @@ def speculative(args: argparse.Namespace) -> SpeculativeConfig | None:
     if args.no_speculation:
         return None
     return SpeculativeConfig(**chosen) if args.speculative is None else parse(args.speculative)
-
-
-def flag(name: str) -> str:
-    """The option of a field."""
-    return "--" + name.replace("_", "-")

@@ -177,7 +177,6 @@ def table(passes: PassCosts) -> Table:
 
 
 def summary(costs: CostModel) -> str:
-    """The other figures, in words."""
     lines = [f"Milliseconds on {costs.machine['processor']}, {costs.machine['cores']} cores."]
     for name, host in (("temperature 0", costs.greedy), ("higher temperatures", costs.sampled)):
         rounds = f"{1e3 * host.plain:.2f} a plain round, {1e3 * host.round:.2f} one with a proposal"

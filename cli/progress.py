@@ -18,8 +18,7 @@ if TYPE_CHECKING:
 
 @contextmanager
 def progress(console: Console) -> Iterator[Begin]:
-    """A function to which a builder announces its steps; it shows their progress bars, with the time
-    to go. On standard error they vanish at the end."""
+    """A function to which a builder announces steps; it shows progress bars, which vanish at the end."""
     columns = (titles(), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(elapsed_when_finished=True))
     with Progress(*columns, console=console, transient=console.stderr) as bars:
 

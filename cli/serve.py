@@ -54,7 +54,6 @@ ORIGIN = re.compile(r"\*|null|[a-z][a-z0-9+.-]*://(?:\[[0-9a-f:.]+\]|[^\s:/*\[\]
 
 
 def seconds(text: str) -> float:
-    """A positive number of seconds."""
     try:
         value = float(text)
     except ValueError:
@@ -65,7 +64,6 @@ def seconds(text: str) -> float:
 
 
 def network(text: str) -> str:
-    """An address, or a network of addresses."""
     try:
         return str(ip_network(text, strict=False))
     except ValueError as error:
@@ -96,7 +94,6 @@ def model_name(text: str) -> str:
 
 
 def matching(pattern: re.Pattern[str], text: str, fix: str) -> str:
-    """A text that matches a pattern as a whole."""
     if not pattern.fullmatch(text):
         raise argparse.ArgumentTypeError(f"{fix}, not {text!r}")
     return text
@@ -210,7 +207,6 @@ def run(args: argparse.Namespace) -> int:
 
 
 def limits_of(args: argparse.Namespace) -> dict[str, Any]:
-    """The limits of each AsyncLLM."""
     names = ("max_running", "max_waiting", "kv_cache_bytes", "prefix_cache_slots", "max_pause_ms")
     return {name: getattr(args, name) for name in names}
 

@@ -65,8 +65,7 @@ def lenient_errors() -> Iterator[None]:
 
 
 def check_output() -> None:
-    """Raises RequestError if standard output is closed: a result would be lost, and the first file that is opened would
-    take its place."""
+    """Raises RequestError if standard output is closed: the first opened file would take its place."""
     if sys.stdout is None:
         raise RequestError("standard output is closed, and the result would be lost: send it to a file or to /dev/null")
 

@@ -16,8 +16,6 @@ ROLES = (TARGET, DRAFT)
 
 
 class Binding(NamedTuple):
-    """An input or output of a graph."""
-
     name: str
     dtype: str  # numpy name
     shape: tuple[str, ...]  # axis names

@@ -160,8 +160,7 @@ class LlamaConfig:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """Fields for JSON, which `typed` reads. Fields that older releases do not know are left out at their
-        defaults."""
+        """Fields for JSON, which `typed` reads; defaults that older releases do not know are left out."""
         content = asdict(self)
         content["rope_scaling"] = None if self.rope_scaling is None else stated(self.rope_scaling)
         content["variant"] = stated(self.variant)

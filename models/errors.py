@@ -1,5 +1,4 @@
-"""The errors a user can cause. Every message says what is wrong and what to do about it; the command line
-turns them into exit code 2, a server into a 4xx answer."""
+"""The errors a user can cause, with what to do about it: exit code 2, a server's 4xx answer."""
 
 from __future__ import annotations
 
@@ -69,8 +68,7 @@ QUOTED.maxstring = QUOTED.maxother = 120  # characters
 
 
 def nearest(given: str, choices: Iterable[str], prefix: str = "") -> str:
-    """The end of an error message, which asks for the choice most like `given`; empty if none is like it. prefix: what
-    is written before the choice, and was left out of all of them."""
+    """The end of an error message that names the choice most like `given`, if any. prefix: left out of all of them."""
     found = get_close_matches(given[: QUOTED.maxstring], list(choices), 1)
     return f"; did you mean {prefix}{found[0]}?" if found else ""
 

@@ -67,8 +67,6 @@ class Variant:
 
 
 class Family(NamedTuple):
-    """How the config.json of one architecture is read."""
-
     model_type: str
     variant: Callable[[Settings, int, int], Variant]  # of the settings, the number of layers and head_dim
     settings: tuple[str, ...] = ()  # names of settings besides COMMON
@@ -167,8 +165,7 @@ def with_window(variant: Variant, settings: Settings, types: list[str]) -> Varia
 
 
 def switched_window(variant: Variant, settings: Settings, derived: list[str]) -> Variant:
-    """The same of a family with the setting `use_sliding_window`. derived: the types of the layers when the file does
-    not list them."""
+    """The same of a family with `use_sliding_window`. derived: the layers' types when the file does not list them."""
     if not switch(settings, "use_sliding_window"):
         return variant
     return with_window(variant, settings, settings.get("layer_types") or derived)
@@ -222,8 +219,7 @@ LISTED = ", ".join(FAMILIES)  # for error messages
 
 
 def family_of(config: Settings) -> tuple[Family, Settings]:
-    """The family of a config.json, and its settings in one spelling, with defaults. Raises CheckpointError that names
-    what is not supported."""
+    """The family of a config.json, and its settings in one spelling, with defaults. Raises CheckpointError."""
     architectures = config.get("architectures")
     names = architectures if isinstance(architectures, list) else []
     name = next((name for name in names if isinstance(name, str) and name in FAMILIES), None)
@@ -255,8 +251,7 @@ def family_of(config: Settings) -> tuple[Family, Settings]:
 
 
 def flat_ropes(config: Settings) -> Settings:
-    """Settings whose `rope_parameters` transformers 5 wrote, an object for each type of layer, as release 4 spells
-    them. Raises CheckpointError."""
+    """transformers 5's `rope_parameters`, by type of layer, as release 4 spells them. Raises CheckpointError."""
     found = config.get("rope_parameters")
     if not isinstance(found, dict) or not found.keys() & {SLIDING, FULL}:
         return config
@@ -271,8 +266,7 @@ def flat_ropes(config: Settings) -> Settings:
 
 
 def refuse_other_layers(config: Settings, name: str, family: Family) -> None:
-    """Raises CheckpointError for types of layers, or a partial rotation of heads, that the architecture does not
-    have."""
+    """Raises CheckpointError for layers, or a partial rotation, that the architecture does not have."""
     types, kinds = config.get("layer_types"), (FULL, SLIDING) if family.slides else (FULL,)
     listed = isinstance(types, list) and all(isinstance(each, str) and each in kinds for each in types)
     if types is not None and not (listed and len(types) in (0, config.get("num_hidden_layers"))):

@@ -56,8 +56,7 @@ class HeadConfig:
     def logit_projection(
         self, weight: NDArray[np.float32], bias: NDArray[np.float32]
     ) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-        """The last layer with the de-biased, calibrated log-odds merged in, for an engine: weight [2, d] and bias [2]
-        become [d, 1] and [1]."""
+        """The last layer with the calibrated log-odds merged in: weight [2, d] and bias [2] become [d, 1] and [1]."""
         odds = (weight[ACCEPT] - weight[REJECT]) / self.temperature
         shift = (bias[ACCEPT] - bias[REJECT] + math.log(self.reject_weight)) / self.temperature
         return odds[:, None].astype(np.float32), np.array([shift], np.float32)

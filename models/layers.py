@@ -131,7 +131,6 @@ class Network(NamedTuple):
 
 
 def merged(parts: Iterable[Norm | Matrix | Layer]) -> Shapes:
-    """Shapes of the tensors of several parts."""
     return {name: shape for part in parts for name, shape in part.tensors().items()}
 
 
@@ -172,7 +171,6 @@ def layer_of(config: LlamaConfig, index: int) -> Layer:
 
 
 def network_of(config: LlamaConfig) -> Network:
-    """The description of a model."""
     hidden = config.hidden_size
     return Network(
         embedding=Matrix(EMBEDDING, (EMBED_TOKENS,), hidden, (config.vocab_size,)),

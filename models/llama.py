@@ -37,8 +37,7 @@ class Rotary(NamedTuple):
     sine: Tensor
 
     def rotate(self, heads: Tensor) -> Tensor:
-        """Rotate the first R = rotary_size numbers of heads [B, H, T, D] by position; a pair is (i, i + R/2), as in
-        Hugging Face checkpoints."""
+        """Rotate the first R = rotary_size numbers of heads [B, H, T, D] by position, in pairs (i, i + R/2)."""
         cosine, sine = self.cosine.to(heads.dtype), self.sine.to(heads.dtype)
         half = cosine.shape[-1]
         first, second, rest = heads.tensor_split((half, 2 * half), dim=-1)
@@ -77,7 +76,6 @@ class GrowingCache(NamedTuple):
     def __call__(
         self, layer: int, query: Tensor, keys: Tensor, values: Tensor, scale: float, window: int | None
     ) -> Tensor:
-        """See LayerAttention."""
         end = self.start + keys.shape[2]
         cached = self.cache[2 * layer : 2 * layer + 2]
         cached[0, :, :, self.start : end] = keys

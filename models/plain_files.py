@@ -1,5 +1,4 @@
-"""Reads files from an untrusted source: only plain files of a bounded size. Links in a checkpoint are followed, because
-every file of a Hub cache is a link. A bundle contains no links."""
+"""Reads plain files of a bounded size. Links in a checkpoint are followed, as in a Hub's cache; a bundle has none."""
 
 from __future__ import annotations
 
@@ -21,7 +20,6 @@ def check_plain(file: Path, most: int | None = None) -> None:
 
 
 def check_status(found: os.stat_result, most: int | None) -> None:
-    """See `check_plain`."""
     if not stat.S_ISREG(found.st_mode):
         raise ValueError("it is no plain file, but a folder, pipe, socket or device")
     if most is not None and found.st_size > most:
@@ -80,8 +78,7 @@ def unambiguous(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def lines_of(text: str) -> Iterator[tuple[int, str]]:
-    """The lines of JSON in a file, with their numbers from 1 on. JSON may hold any other character that ends lines in
-    Python, such as U+2028."""
+    """The lines of JSON, numbered from 1. JSON may hold what else ends lines in Python, such as U+2028."""
     return ((number, line) for number, line in enumerate(text.split("\n"), start=1) if line.strip())
 
 

@@ -11,8 +11,7 @@ CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u2
 
 
 def printable(text: str) -> str:
-    """The text with every control character but tab and newline as its Python escape: ESC becomes the four characters
-    \\x1b."""
+    """The text with control characters but tab and newline as Python escapes: ESC becomes the four characters \\x1b."""
     return CONTROLS.sub(lambda found: found[0].encode("unicode_escape").decode("ascii"), text)
 
 

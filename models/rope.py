@@ -15,8 +15,7 @@ LOCAL = (False, True)  # tables of a model: for all layers, or for those with a 
 
 
 def inverse_frequencies(config: LlamaConfig) -> NDArray[np.float64]:
-    """Angle in radians per position of each rotary pair, float64 [rotary_size / 2]. Scaling is applied as in
-    transformers' `modeling_rope_utils`."""
+    """Radians per position of each rotary pair, float64 [rotary_size / 2], scaled as in `modeling_rope_utils`."""
     exponents = np.arange(0, config.rotary_size, 2, dtype=np.float64) / config.rotary_size
     frequencies: NDArray[np.float64] = config.rope_theta**-exponents
     scaling = config.rope_scaling

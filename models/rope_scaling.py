@@ -93,8 +93,7 @@ def read_rope_scaling(config: Settings, rotary_size: int, aliases: Settings) -> 
 
 
 def original_context(config: Settings, rope: Settings) -> int:
-    """Tokens that the model was trained for before it was scaled. The setting beside the object takes precedence
-    over the one in it."""
+    """Tokens that the model was trained for before it was scaled. The setting beside the object takes precedence."""
     outside = optional_int(config, ORIGINAL)
     if outside is not None:
         return outside

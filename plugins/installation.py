@@ -10,8 +10,7 @@ EXTRAS = {"torch": "train", **dict.fromkeys(("onnx", "onnx_ir", "onnxruntime"), 
 
 
 def install(*extras: str) -> str:
-    """The command that adds extras to this installation, from its checkout or its wheel; without any, what every
-    installation has."""
+    """The command that adds extras to this checkout's or wheel's installation; without any, what all have."""
     try:
         origin = json.loads(distribution("draftwood").read_text("direct_url.json") or "{}")
     except (PackageNotFoundError, ValueError):

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from contextlib import closing, suppress
 from dataclasses import replace
 from threading import Event
-from types import TracebackType
 from typing import NamedTuple
 
+from ..models.closing import Closing
 from ..models.errors import RequestError
 from .decoding.request import Request
 from .decoding.stats import SpecDecodeStats
@@ -27,15 +27,14 @@ KEPT = 2  # a conversation that was too long is cut to one part in so many of th
 
 
 class Turn(NamedTuple):
-    """A user's message and its answer. finish_reason: as in CompletionOutput, or INTERRUPTED; "stop" if the turn was
-    loaded."""
+    """A message and its answer. finish_reason: as in CompletionOutput, or INTERRUPTED; "stop" if it was loaded."""
 
     user: str
     answer: str
     finish_reason: str
 
 
-class ChatSession:
+class ChatSession(Closing):
     """Holds the turns of one conversation, and one KV cache of each engine that all of its answers share.
 
     turns: the conversation, the first turn first. num_left_out: of the oldest turns, which the model does not read any
@@ -113,8 +112,7 @@ class ChatSession:
         return self._begin(self.turns[before].user, before, params, speculative, stop or Event())
 
     def undo(self) -> Turn | None:
-        """Remove the last turn and return it; None if there is none. Turns that were left out come back with the next
-        message, as many as half of the room holds."""
+        """Remove and return the last turn, if any. Turns left out return with the next message, to half of the room."""
         if not self.turns:
             return None
         turn = self.turns.pop()
@@ -138,16 +136,7 @@ class ChatSession:
         self.turns[:], self._system = turns, system
 
     def close(self) -> None:
-        """Free the caches."""
         self._scheduler.close()
-
-    def __enter__(self) -> ChatSession:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def _begin(
         self, text: str, num_before: int, params: SamplingParams | None, speculative: Speculation, stop: Event
@@ -190,8 +179,7 @@ class ChatSession:
         return prompt if len(prompt) <= room else None
 
     def _bring_back(self, first: int, num_before: int, text: str, most: int, stop: Event) -> int:
-        """The first of the turns that the model reads after an undo. most: tokens of a prompt up to which turns come
-        back."""
+        """The first turn that the model reads after an undo. most: tokens of a prompt up to which turns come back."""
         with suppress(PromptTooLongError):
             while first and len(self._encode(self.turns[first - 1 : num_before], text, stop)) <= most:
                 first -= 1

@@ -12,6 +12,7 @@ from threading import Event
 from typing import Any, Literal, cast
 
 from ..models.bindings import TARGET
+from ..models.closing import Closing
 from ..models.errors import ConfigError, RequestError
 from .batch import complete, params_of
 from .bundle.bundle import EngineBundle
@@ -53,7 +54,7 @@ from .text.writer import StreamChunk, TextWriter
 Speculation = SpeculativeConfig | None | Literal["own"]  # of one request; None decodes plainly, "own" is the LLM's
 
 
-class LLM:
+class LLM(Closing):
     """An open model. Several threads may use it; each request has its own caches."""
 
     def __init__(
@@ -149,9 +150,8 @@ class LLM:
         prepared: Prepared | None = None,
         salt: str | None = None,
     ) -> Request[StreamChunk]:
-        """`stream` as a request for a scheduler of this LLM. prepared: what `prepare` returns for `params`, if the
-        caller has called it. salt: see Engine.new_cache. Raises RequestError, also where the scheduler's cache slots
-        cannot hold the text."""
+        """`stream` as a request for a scheduler of this LLM. prepared: `prepare(params)`, if that was called. salt: see
+        Engine.new_cache. Raises RequestError, also where the scheduler's cache slots cannot hold the text."""
         (params,) = params_of(params, 1, self.get_default_sampling_params)
         if params.n != 1:
             raise RequestError(f"a stream has one text, and n is {params.n}: leave n out, or call LLM.generate")
@@ -315,12 +315,6 @@ class LLM:
         for engine in self._engines:
             engine.close()
 
-    def __enter__(self) -> LLM:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
     def encode(self, prompt: PromptType, given_up: Event | None = None) -> list[int]:
         """The tokens of a prompt. given_up: see `write_chat`. Raises RequestError like `generate`."""
         plain = plain_prompt(prompt)
@@ -333,7 +327,6 @@ class LLM:
 
     @cached_property
     def token_text(self) -> Callable[[int], str]:
-        """The text of a token, see `token_texts`."""
         return token_texts(self.tokenizer)
 
     def _tokens(self, text: str, given_up: Event | None = None, add_special_tokens: bool = False) -> list[int]:

@@ -79,8 +79,7 @@ def encode_text(
 
 
 def check_prompt(tokens: Sequence[int], bundle: EngineBundle) -> list[int]:
-    """Return the tokens as a list of ints. Raises RequestError when they are no prompt for this bundle: empty, too
-    long, or not token ids of its vocabulary."""
+    """The tokens as a list of ints. Raises RequestError for an empty or long prompt, or others' token ids."""
     vocab_size, limit = bundle.manifest.engines[TARGET].model.vocab_size, bundle.manifest.max_length
     if not tokens:
         raise RequestError("the prompt is empty and this tokenizer adds no begin-of-text token: give it some text")

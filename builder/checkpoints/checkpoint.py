@@ -75,8 +75,7 @@ class Checkpoint:
         return result
 
     def trimmed(self, tokens: NDArray[np.int64]) -> Checkpoint:
-        """The same checkpoint with a vocabulary projection for these tokens only, int64 [N], ascending. It must not be
-        trimmed yet."""
+        """The same checkpoint, not trimmed yet, with a projection for these tokens only, int64 [N], ascending."""
         result = copy(self)
         result._trim(tokens)
         return result
@@ -93,7 +92,6 @@ class Checkpoint:
         return result
 
     def stored(self, name: str) -> Stored | None:
-        """See TensorSource.stored."""
         return self._source.stored(name)
 
     def blocks(self, name: str) -> Blocks | None:
@@ -106,8 +104,7 @@ class Checkpoint:
         return blocks
 
     def eos_token_ids(self) -> list[int]:
-        """Ids of tokens that end a text, in ascending order. Some may lie beyond the model's vocabulary. Raises
-        CheckpointError."""
+        """Ids of tokens that end a text, ascending, some perhaps beyond the vocabulary. Raises CheckpointError."""
         return sorted({*self.config.eos_token_ids, *self._files.more_eos_ids()})
 
     def stored_bits(self) -> int:
@@ -134,8 +131,7 @@ class Checkpoint:
         return found
 
     def write_tokenizer(self, destination: Path) -> Tokenizer:
-        """Write the tokenizer with its chat template into a folder, and open it there. Raises CheckpointError, also for
-        the tokenizer of another model."""
+        """Write the tokenizer into a folder, and open it there. Raises CheckpointError, also for another model's."""
         tokenizer = self._files.write_tokenizer(destination)
         check_rows(self.path, tokenizer, self.config.vocab_size)
         return tokenizer
@@ -163,8 +159,7 @@ class Checkpoint:
 
 
 def is_finite(array: NDArray[Any]) -> bool:
-    """Whether an array of floats holds neither NaN nor infinity, whose exponent has all bits: by whole numbers, since
-    numpy knows bf16 only number by number."""
+    """Whether an array of floats holds neither NaN nor infinity, whose exponents have all bits."""
     bits = array.view(f"u{array.dtype.itemsize}")
     infinity = np.array(np.inf, array.dtype).view(bits.dtype)
     found: list[bool] = []

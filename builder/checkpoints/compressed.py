@@ -46,8 +46,7 @@ class Scheme:
 
     @classmethod
     def read(cls, group: Mapping[str, Any], form: str) -> Scheme:
-        """Read one entry of `config_groups`. form: the format of an entry that names none. Raises CheckpointError for
-        settings that are not supported."""
+        """Read one entry of `config_groups`. form: the format of an entry that names none. Raises CheckpointError."""
         weights = group.get("weights")
         if not isinstance(weights, dict):
             raise CheckpointError(
@@ -116,8 +115,6 @@ class Scheme:
 
 @dataclass(frozen=True, slots=True)
 class Compressed:
-    """The Layout of compressed-tensors."""
-
     schemes: tuple[Scheme, ...]  # of the config groups, each once
     listed: tuple[str, ...]
     notes: tuple[str, ...]
@@ -187,8 +184,7 @@ class Compressed:
         return outputs, inputs
 
     def _scheme(self, source: TensorSource, module: str, outputs: int, inputs: int) -> Scheme:
-        """The first scheme that fits a module's tensors. All schemes that fit give the same numbers. Raises
-        CheckpointError when none fits."""
+        """The first scheme that fits a module's tensors; all that fit give the same numbers. Raises CheckpointError."""
         for scheme in self.schemes:
             if scheme.fits(outputs, inputs, source, module):
                 return scheme

@@ -53,8 +53,7 @@ LESS = ("t2d",)  # tensors that say nothing more
 
 
 def is_head(content: Settings, folder: Path) -> bool:
-    """Whether a folder with this config.json holds an EAGLE-3 head. Raises CheckpointError for a draft of another kind
-    that reads its target's states."""
+    """Whether a folder with this config.json holds an EAGLE-3 head. Raises CheckpointError for others' heads."""
     names = content.get("architectures")
     words = [content.get("model_type"), *(names if isinstance(names, list) else [])]
     words = [content[SPECULATOR]] if SPECULATOR in content else words

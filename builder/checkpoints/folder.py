@@ -31,8 +31,6 @@ LAYOUTS = {AWQ: read_awq, GPTQ: read_gptq, METHOD: Compressed.read}
 
 
 class HuggingFaceFolder:
-    """The ModelFiles of a folder."""
-
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         found = read_json(folder / CONFIG)
@@ -62,8 +60,7 @@ class HuggingFaceFolder:
 
 
 def text_part(content: dict[str, Any]) -> dict[str, Any]:
-    """Of a Gemma 3 that sees, the config.json that its part for text would have; any other is returned as it is. Raises
-    CheckpointError."""
+    """Of a Gemma 3 that sees, the config.json of its part for text; any other as it is. Raises CheckpointError."""
     if content.get("architectures") != [SEEING]:
         return content
     text = content.get("text_config")

@@ -31,8 +31,6 @@ TIMEOUT = 30.0  # seconds for the list of files
 
 
 class Kind(NamedTuple):
-    """A kind of repository."""
-
     words: str  # what error messages call it
     settings: tuple[str, ...]  # files to download; the first one must exist
     weights: str  # the file of weights when there is no index
@@ -45,8 +43,6 @@ ADAPTER = Kind("a LoRA adapter of PEFT", (lora.SETTINGS,), lora.WEIGHTS)
 
 
 class HubId(NamedTuple):
-    """A repository at a revision."""
-
     repository: str
     revision: str | None  # a branch, a tag or a commit; None is the main branch
 
@@ -103,8 +99,7 @@ def local_folder(given: Path, kind: Kind, begin: Begin) -> Path:
 
 
 def cached(wanted: HubId, error: Exception) -> Path | None:
-    """The folder of an earlier download when the Hub cannot be reached; None when there is none, or the Hub
-    answered."""
+    """The folder of an earlier download; None when there is none, or the Hub answered."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError
 
@@ -117,8 +112,7 @@ def cached(wanted: HubId, error: Exception) -> Path | None:
 
 
 def download(hub: HfApi, wanted: HubId, kind: Kind, begin: Begin) -> Path:
-    """Download the files that are read into huggingface_hub's cache and return their folder. Raises CheckpointError and
-    huggingface_hub's errors."""
+    """Download the files that are read; returns their folder. Raises CheckpointError and huggingface_hub's errors."""
     info = hub.model_info(wanted.repository, revision=wanted.revision, files_metadata=True, timeout=TIMEOUT)
     sizes = {file.rfilename: file.size or 0 for file in info.siblings or ()}
     settings = [name for name in kind.settings if name in sizes]

@@ -78,7 +78,6 @@ class Merged:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Sentences that a build shows to its user."""
         name, changed, replaced = self._folder.name, len(self._modules), len(self._whole)
         merged = f"the adapter {name} is merged (matrices changed: {changed}, tensors replaced: {replaced})"
         if any(os.path.lexists(self._folder / file) for file in TOKENIZER_FILES):
@@ -107,14 +106,12 @@ class Merged:
         return None if changed else stored_blocks(self._source, name)
 
     def _own_name(self, name: str) -> str:
-        """The model's name of an adapter's tensor."""
         if not name.startswith(PREFIX):
             raise self._unmatched(name)
         return name.removeprefix(PREFIX).replace(BASE, ".")
 
     def _add(self, own: str) -> None:
-        """Check a tensor of the adapter and note what it changes. own: its name in the model. Raises
-        CheckpointError."""
+        """Check a tensor, and note what it changes. own: its name in the model. Raises CheckpointError."""
         name = self._names[own]
         stored = self._adapter.stored(name)
         if stored is None or not stored.is_read:
@@ -230,8 +227,7 @@ def pattern_of(keys: Mapping[str, Any], module: str) -> str:
 
 
 def checked(file: Path, name: str, value: Any, rank: bool) -> Any:
-    """A rank from 1 to MAX_RANK, or an alpha from -MAX_ALPHA to MAX_ALPHA. Raises CheckpointError that names the
-    field."""
+    """A rank from 1 to MAX_RANK, or an alpha from -MAX_ALPHA to MAX_ALPHA. Raises CheckpointError."""
     kind, least, most = (int, 1, MAX_RANK) if rank else (int | float, -MAX_ALPHA, MAX_ALPHA)
     if isinstance(value, bool) or not isinstance(value, kind) or not least <= value <= most:
         wanted = f"a whole number from 1 to {MAX_RANK}" if rank else f"a number of at most {MAX_ALPHA:g}"

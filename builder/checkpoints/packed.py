@@ -70,15 +70,13 @@ class Layout(Protocol):
 
 
 class Dequantised:
-    """A TensorSource over one with quantised matrices. Each matrix becomes one fp32 tensor, computed as its format
-    defines and rounded once."""
+    """A TensorSource over one with quantised matrices, which become fp32, computed as defined and rounded once."""
 
     def __init__(self, source: TensorSource, layout: Layout) -> None:
         self._source, self._layout = source, layout
 
     def stored(self, name: str) -> Stored | None:
-        """See TensorSource.stored. Raises CheckpointError for a quantised matrix whose tensors contradict each
-        other."""
+        """Raises CheckpointError for a quantised matrix whose tensors contradict each other."""
         module, plain = name.removesuffix(WEIGHT), self._source.stored(name)
         shape = self._layout.shape(self._source, module) if name.endswith(WEIGHT) else None
         if shape is None:
@@ -100,8 +98,7 @@ class Dequantised:
 
 
 def unpacked(words: NDArray[Any], bits: int) -> NDArray[np.uint8]:
-    """Unpack int32 [rows, words] into uint8 [rows, words * 32 / bits]. A word's lowest bits are its first value. bits:
-    4 or 8."""
+    """int32 [rows, words] -> uint8 [rows, words * 32 / bits], a word's lowest bits first. bits: 4 or 8."""
     octets = np.ascontiguousarray(words).astype("<i4", copy=False).view(np.uint8)
     return octets if bits == 8 else np.stack((octets & 15, octets >> 4), -1).reshape(len(octets), -1)
 

@@ -66,7 +66,6 @@ class Safetensors:
                     self._stored[name] = Stored(tuple(entry["shape"]), entry["dtype"], entry["dtype"] in DTYPES)
 
     def names(self) -> tuple[str, ...]:
-        """Names of all tensors."""
         return tuple(self._stored)
 
     def stored(self, name: str) -> Stored | None:

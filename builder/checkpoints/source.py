@@ -32,7 +32,6 @@ class Blocks(NamedTuple):
     offsets: NDArray[np.float32]  # the same
 
     def rows(self, chosen: slice | NDArray[np.int64]) -> Blocks:
-        """Some rows of the matrix."""
         return Blocks(self.bits, self.codes[chosen], self.scales[chosen], self.offsets[chosen])
 
 
@@ -44,8 +43,7 @@ class TensorSource(Protocol):
         """The description of a tensor in the headers; None when there is no such tensor. Raises CheckpointError."""
 
     def tensor(self, name: str) -> NDArray[Any]:
-        """Read a tensor, in fp32, fp16 or bf16. It may be a part of a mapped file: copy it before writing to it. Raises
-        CheckpointError."""
+        """A tensor in fp32, fp16 or bf16, perhaps of a mapped file: copy it before writing. Raises CheckpointError."""
 
 
 @runtime_checkable
@@ -54,8 +52,7 @@ class BlockSource(TensorSource, Protocol):
     of another one has no blocks of it."""
 
     def blocks(self, name: str) -> Blocks | None:
-        """The codes, scales and offsets of a matrix; None for a tensor that is not stored in blocks. Raises
-        CheckpointError."""
+        """A matrix's codes, scales and offsets; None for another tensor. Raises CheckpointError."""
 
 
 def stored_blocks(source: TensorSource, name: str) -> Blocks | None:

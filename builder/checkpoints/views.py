@@ -64,15 +64,13 @@ class RowsOfTensors:
         return self._source.tensor(name) if part is None else self._source.tensor(part.tensor)[part.rows]
 
     def blocks(self, name: str) -> Blocks | None:
-        """See BlockSource.blocks."""
         part = self._part(name)
         whole = stored_blocks(self._source, name if part is None else part.tensor)
         return whole if whole is None or part is None else whole.rows(part.rows)
 
 
 class GemmaTensors:
-    """A TensorSource over another one, which stores norms' weights less 1. They are summed in fp32. prefix: of names
-    in the other source."""
+    """A TensorSource over one with norms' weights less 1, which are summed in fp32. prefix: of names there."""
 
     def __init__(self, source: TensorSource, prefix: str) -> None:
         self._source, self._prefix = source, prefix
@@ -85,7 +83,6 @@ class GemmaTensors:
         return array.astype(np.float32) + np.float32(1) if name.endswith("norm.weight") else array
 
     def blocks(self, name: str) -> Blocks | None:
-        """See BlockSource.blocks."""
         return stored_blocks(self._source, self._prefix + name)
 
 

@@ -55,8 +55,6 @@ def export(
 
 
 class GraphBuilder(GraphWriter):
-    """Builds the graph of one checkpoint."""
-
     def __init__(
         self,
         checkpoint: Checkpoint | QuantizedCheckpoint,
@@ -205,8 +203,7 @@ class GraphBuilder(GraphWriter):
     def attend(
         self, name: str, layer: Layer, query: ir.Value, present: Sequence[ir.Value], feeds: dict[str, ir.Value]
     ) -> ir.Value:
-        """Attention of query [B, H, T, D] over the cache; returns [B, H, T, D]. The additive form uses the standard
-        operator, the compact form ours."""
+        """Attention of query [B, H, T, D] over the cache; returns [B, H, T, D]. The compact form's operator is ours."""
         window, scale = self.window_of(layer), layer.attention_scale
         if self.form == bindings.ADDITIVE:
             mask = feeds["attention_mask" if window is None else WINDOW_MASK]

@@ -35,24 +35,21 @@ class GraphWriter:
         self.nodes: list[ir.Node] = []
         self.initializers: dict[str, ir.Value] = {}
 
-    def lazy(self, name: str, shape: tuple[int, ...], read: Weight) -> ir.Value:
-        """An initializer that is read only when the file is written: one weight in memory at a time."""
-        if name not in self.initializers:
-            tensor = ir.LazyTensor(
-                lambda: ir.Tensor(self.cast(read()), name=name), self.dtype, ir.Shape(shape), name=name
-            )
-            self.initializers[name] = ir.Value(
-                name=name, shape=tensor.shape, type=ir.TensorType(self.dtype), const_value=tensor
-            )
-        return self.initializers[name]
+    def lazy(self, name: str, shape: tuple[int, ...], read: Weight, dtype: ir.DataType | None = None) -> ir.Value:
+        """An initializer read when the file is written, one at a time. Without a dtype it has the graph's."""
+        convert = self.cast if dtype is None else np.asarray
+        kind, axes = dtype or self.dtype, ir.Shape(shape)
+        return self.initializer(ir.LazyTensor(lambda: ir.Tensor(convert(read()), name=name), kind, axes, name=name))
 
     def constant(self, name: str, array: NDArray[Any]) -> ir.Value:
         """An initializer that is in memory. An array of floating-point numbers is converted to `dtype`."""
+        return self.initializer(ir.Tensor(self.cast(array) if array.dtype.kind == "f" else array, name=name))
+
+    def initializer(self, tensor: ir.Tensor[Any] | ir.LazyTensor) -> ir.Value:
+        name = str(tensor.name)
         if name not in self.initializers:
-            tensor = ir.Tensor(self.cast(array) if array.dtype.kind == "f" else array, name=name)
-            self.initializers[name] = ir.Value(
-                name=name, shape=tensor.shape, type=ir.TensorType(tensor.dtype), const_value=tensor
-            )
+            kind = ir.TensorType(tensor.dtype)
+            self.initializers[name] = ir.Value(name=name, shape=tensor.shape, type=kind, const_value=tensor)
         return self.initializers[name]
 
     def cast(self, array: NDArray[Any]) -> NDArray[Any]:
@@ -148,17 +145,7 @@ def dequantized(writer: GraphWriter, name: str, checkpoint: QuantizedCheckpoint,
         return writer.cast((waiting.pop() if waiting else merged()).scales)
 
     def stored(part: str, kind: ir.DataType, columns: int, read: Callable[[], NDArray[Any]]) -> ir.Value:
-        return initializer(writer, f"{name}.{part}", kind, (columns, outputs), lambda: np.ascontiguousarray(read().T))
+        return writer.lazy(f"{name}.{part}", (columns, outputs), lambda: np.ascontiguousarray(read().T), kind)
 
     parts = [stored("codes", dtype, inputs, codes), stored("scales", writer.dtype, inputs // block, scales)]
     return writer.node("DequantizeLinear", f"{name}/dequantized", parts, axis=0, block_size=block)
-
-
-def initializer(
-    writer: GraphWriter, name: str, dtype: ir.DataType, shape: tuple[int, ...], read: Callable[[], NDArray[Any]]
-) -> ir.Value:
-    """A weight of another type than the graph's, read when it is written."""
-    tensor = ir.LazyTensor(lambda: ir.Tensor(read(), name=name), dtype, ir.Shape(shape), name=name)
-    value = ir.Value(name=name, shape=tensor.shape, type=ir.TensorType(dtype), const_value=tensor)
-    writer.initializers[name] = value
-    return value

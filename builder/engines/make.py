@@ -29,8 +29,6 @@ from .plan import compile_plan, runs_here
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """What one engine is made from."""
-
     checkpoint: Checkpoint
     role: str
     head: TrainedHead | None
@@ -41,12 +39,10 @@ class Source:
 
     @property
     def weights(self) -> Weights:
-        """The weights that the engine stores."""
         return stored_as(self.checkpoint, BACKENDS[self.backend], self.precision, self.rounded, self.form)
 
 
 def engine_spec(source: Source, options: BuildOptions, max_length: int) -> EngineSpec:
-    """The spec of the engine that is to be made."""
     backend = BACKENDS[source.backend]
     return EngineSpec(
         role=source.role,
@@ -68,8 +64,6 @@ def engine_spec(source: Source, options: BuildOptions, max_length: int) -> Engin
 
 
 class Made(NamedTuple):
-    """An engine whose files are written."""
-
     spec: EngineSpec
     difference: float  # the largest one from the reference, see `largest_difference`
     record: FileRecord | None = None  # of its file, where that is known
@@ -84,7 +78,6 @@ def make_engine(source: Source, spec: EngineSpec, options: BuildOptions, staging
 
 
 def exported_engine(source: Source, spec: EngineSpec, staging: Path, begin: Begin) -> Made:
-    """Make an engine that runs an exported graph."""
     write_graph(source, spec, staging / spec.file, begin)
     # Low-bit engines round activations, too. In fp32 the same file must agree with the reference as closely as any.
     precisions = ("fp32", spec.precision) if spec.precision in LOW_BIT else (spec.precision,)
@@ -111,8 +104,7 @@ def packed_engine(source: Source, spec: EngineSpec, staging: Path, begin: Begin)
 
 
 def compiled_engine(source: Source, spec: EngineSpec, options: BuildOptions, staging: Path, begin: Begin) -> Made:
-    """Make an engine that runs a TensorRT plan. Its graph is compared with the reference; so is the plan, if it runs on
-    this machine."""
+    """Make a TensorRT plan. Its graph is compared with the reference; so is the plan, if it runs here."""
     with graph_folder(options, staging) as folder:
         graph = Path(folder) / f"{spec.role}.onnx"
         computed = replace(spec, precision=activations(spec.precision, COMPACT))
@@ -143,12 +135,10 @@ def graph_folder(options: BuildOptions, staging: Path) -> AbstractContextManager
 
 
 def title(spec: EngineSpec) -> str:
-    """The name of an engine in the titles of steps."""
     return f"{spec.role} ({num_parameters(spec.model) / 1e6:.1f}M parameters, {spec.precision})"
 
 
 def write_graph(source: Source, spec: EngineSpec, file: Path, begin: Begin, form: str = ADDITIVE) -> None:
-    """Export the graph of one role to `file`."""
     from .export import export  # needed only here: its packages take a second
 
     advance = begin(Step(f"Exporting the {title(spec)}", 1))
@@ -169,7 +159,6 @@ def write_graph(source: Source, spec: EngineSpec, file: Path, begin: Begin, form
 
 
 def check_parity(source: Source, spec: EngineSpec, engines: Iterable[Engine], begin: Begin) -> float:
-    """Compare engines with the reference, see `compare`."""
     advance = begin(Step(f"Computing the {spec.role}'s reference", spec.model.num_layers))
     weights = source.weights
     expected = score_rows(weights.tensor, weights.config, rows_of(spec), source.head, advance)
@@ -177,8 +166,7 @@ def check_parity(source: Source, spec: EngineSpec, engines: Iterable[Engine], be
 
 
 def compare(source: Source, spec: EngineSpec, engines: Iterable[Engine], reference: Scored, begin: Begin) -> float:
-    """Compare engines, one after the other, with what the reference says, and close them. Returns the difference
-    of the last one."""
+    """Compare engines, one after the other, with the reference, and close them. Returns the last one's difference."""
     advance = begin(Step(f"Comparing the {spec.role} with the reference", 1))
     # Rows meet fp16 weights in fp32.
     rounding = "fp32" if isinstance(source.weights, RoundedCheckpoint) and spec.precision == "fp16" else None

@@ -58,7 +58,6 @@ class Packer:
 
     @property
     def precision(self) -> str:
-        """The precision of the matrices."""
         if isinstance(self.checkpoint, QuantizedCheckpoint):
             return self.checkpoint.form.precision
         return self.checkpoint.precision if isinstance(self.checkpoint, RoundedCheckpoint) else "fp32"
@@ -148,7 +147,6 @@ def packed(rows: NDArray[Any], pack: Callable[[NDArray[Any]], NDArray[Any]]) -> 
 
 
 def joined_blocks(parts: Sequence[Quantized], join: Join) -> Quantized:
-    """Matrices over one input as one."""
     codes, scales = join([part.codes for part in parts]), join([part.scales for part in parts])
     offsets = [part.offsets for part in parts if part.offsets is not None]
     return Quantized(codes, scales, join(offsets) if offsets else None)

@@ -287,7 +287,6 @@ def as_number(capability: str) -> int:
 
 
 def runs_here(plan: TensorRTPlan) -> bool:
-    """Whether this machine can execute a plan."""
     from ...runtime.engines.static.tensorrt import this_machine
 
     return obstacle(plan, this_machine()) is None

@@ -70,8 +70,7 @@ def polygraphy(backend: str) -> Iterator[None]:
 
 @contextmanager
 def builder_errors() -> Iterator[list[str]]:
-    """Collect the errors that TensorRT reports while the block runs. Its warnings are dropped: they concern what was
-    checked before."""
+    """Collect TensorRT's errors while the block runs. Warnings are dropped: they concern what was checked before."""
     messages: list[str] = []
 
     class Collector(logging.Handler):
@@ -167,8 +166,7 @@ def parse(trt: ModuleType, backend: str, graph: Path, flags: Sequence[Any]) -> P
 
 
 class StreamingBuilder:
-    """A builder for Polygraphy that writes the plan to a file piece by piece: a plan in memory would be one more copy
-    of all weights."""
+    """A builder for Polygraphy that writes the plan to a file piece by piece, without a copy in memory."""
 
     def __init__(self, trt: ModuleType, builder: Any, output: Path) -> None:
         self._trt, self._builder, self._output = trt, builder, output

@@ -84,8 +84,6 @@ def load_layer(view: QuantizedCheckpoint, index: int) -> DecoderLayer:
 
 
 class Rounding:
-    """Matrices as they are reached."""
-
     def __init__(self, library: NativeLibrary, form: WeightFormat) -> None:
         self.results: dict[str, Quantized] = {}
         self._library, self._form = library, form
@@ -129,8 +127,7 @@ def feedback_of(rows: Tensor) -> NDArray[np.float32]:
 def round_in_turn(
     matrix: NDArray[np.float32], feedback: NDArray[np.float32], library: NativeLibrary, bits: int = 4
 ) -> Quantized:
-    """A matrix [N, K], one block of inputs after the other; what is left of a block is given to all later ones. Its
-    outputs know nothing of each other."""
+    """A matrix [N, K], one block of inputs after the other; what is left of a block is given to all later ones."""
     outputs, inputs = matrix.shape
     result = empty_codes(outputs, inputs)
 

@@ -65,8 +65,6 @@ class Quantized(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class WeightFormat:
-    """How matrices are stored."""
-
     bits: int  # 8 or 4; of the native kernels' formats 6 and 5, too
     block: int = BLOCKS[0]  # the most inputs that share a scale, one of BLOCKS, or 16
     scale_bytes: int = 4  # 2 for the native kernels' formats, which have fp16 scales
@@ -76,7 +74,6 @@ class WeightFormat:
     embedding: bool = False  # whether the embedding is rounded, too, as the projection is
 
     def of(self, name: str) -> WeightFormat:
-        """The format of a matrix, by the name of its tensor."""
         return self.others.get(name, self)
 
     @property
@@ -288,8 +285,7 @@ class RoundedCheckpoint:
         self.config = source.config
 
     def tensor(self, name: str) -> NDArray[np.float32]:
-        """One tensor, fp32, as the engine has it: norms and biases keep their precision. Raises CheckpointError as the
-        source does."""
+        """One tensor, fp32, as the engine has it: norms and biases keep their precision. Raises CheckpointError."""
         stored = self.source.tensor(stored_name(self.source, name))
         return widened(self.half(name)) if stored.ndim == 2 else widened(stored)
 
@@ -312,8 +308,7 @@ def stored_as(
     rounded: Mapping[str, Quantized] = MappingProxyType({}),
     form: WeightFormat | None = None,
 ) -> Weights:
-    """A checkpoint as an engine of a backend stores it. rounded: see QuantizedCheckpoint. form: another one than the
-    precision's."""
+    """A checkpoint as a backend stores it. rounded: see QuantizedCheckpoint. form: in place of the precision's."""
     if form := form or FORMATS.get((backend.name, precision)):
         return QuantizedCheckpoint(checkpoint, form, rounded)
     if precision in HALF and not backend.is_compiled:  # stored in 16 bits, the rest in fp32
@@ -340,7 +335,6 @@ def converted(array: NDArray[Any], dtype: np.dtype[Any]) -> NDArray[Any]:
 
 
 def widened(array: NDArray[Any]) -> NDArray[np.float32]:
-    """fp32."""
     return converted(array, np.dtype(np.float32))
 
 

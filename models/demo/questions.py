@@ -125,8 +125,7 @@ def question_makers(rng: random.Random) -> dict[str, Callable[[], str]]:
 
 
 def fill(form: str, banks: Mapping[str, list[str]], rng: random.Random, values: Mapping[str, str] | None = None) -> str:
-    """The form with every placeholder replaced: by its value, else by a number or a word of its kind. {deed} and
-    {deed_name} are the same deed."""
+    """The form with its placeholders filled by values, numbers, words. {deed} and {deed_name} are the same deed."""
     deed = rng.choice(banks["deed"])
     name = "_".join(re.sub(r"\W+", "", word) for word in deed.split() if word not in UNNAMED)
     fixed = {**(values or {}), "deed": deed, "deed_name": name.lower()[:32].rstrip("_")}

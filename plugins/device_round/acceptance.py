@@ -1,42 +1,16 @@
 """Verification at temperature 0 and the commit of the accepted path, on the device, in the OpenAI Triton language."""
 
-# mypy: disable-error-code="no-untyped-def, untyped-decorator"
-
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 
+from . import images
 from .inputs import STATE
 
+ROWS, WORDS = tl.constexpr(images.ROW_BLOCK), tl.constexpr(images.WORD_BLOCK)
 
-@triton.jit(do_not_specialize=["columns", "size", "depth", "nodes", "accepted_rows"])
-def verify(
-    top_ids,
-    row_nodes,
-    tokens,
-    parents,
-    depths,
-    values,
-    rows,
-    slots,
-    state,
-    summary,
-    accepted,
-    target_rows,
-    draft_rows,
-    moves,
-    row_tokens,
-    row_parents,
-    row_depths,
-    row_values,
-    columns,
-    size,
-    depth,
-    nodes,
-    accepted_rows,
-    ROWS: tl.constexpr,
-):
+
+@triton.jit
+def verify(top_ids, tree, state, path, found, columns, size, depth, nodes, accepted_rows):
     """Grid (texts,): `match_best`. From the root go to the child with the target's most probable token, as long as
     there is one. top_ids [texts, size + 1, K = columns]: the target's tokens, best first. A number below 0 is ~ of a
     token that matches no child.
@@ -48,14 +22,14 @@ def verify(
     for the host.
     """
     text, count_rows = tl.program_id(0), size + 1
-    top_ids, row_nodes = top_ids + text * count_rows * columns, row_nodes + text * count_rows
-    tokens, parents, depths = tokens + text * nodes, parents + text * nodes, depths + text * nodes
-    values, rows, slots = values + text * nodes, rows + text * nodes, slots + text * nodes
-    row_tokens, row_parents = row_tokens + text * count_rows, row_parents + text * count_rows
-    row_depths, row_values = row_depths + text * count_rows, row_values + text * count_rows
-    accepted, target_rows = accepted + text * depth, target_rows + text * (depth + 1)
+    top_ids, row_nodes = top_ids + text * count_rows * columns, tree.row_nodes + text * count_rows
+    tokens, parents, depths = tree.tokens + text * nodes, tree.parents + text * nodes, tree.depths + text * nodes
+    values, rows, slots = tree.node_values + text * nodes, tree.rows + text * nodes, tree.slots + text * nodes
+    row_tokens, row_parents = found.tokens + text * count_rows, found.parents + text * count_rows
+    row_depths, row_values = found.depths + text * count_rows, found.row_values + text * count_rows
+    accepted, target_rows = path.accepted + text * depth, path.target_rows + text * (depth + 1)
     pending = tl.load(state + text * STATE + 1)
-    draft_rows += text * accepted_rows + pending
+    draft_rows = path.draft_rows + (text * accepted_rows + pending)
 
     row = tl.arange(0, ROWS)
     node = tl.load(row_nodes + row, mask=row <= size, other=-1)
@@ -81,7 +55,7 @@ def verify(
         scored += (slot >= 0).to(tl.int32)  # only the last row of a path may not be scored
         best = tl.load(top_ids + child * columns).to(tl.int32)
         child = tl.max(tl.where((parent == child) & (token == best), row, -1), axis=0)
-    summary, moves = summary + 4 * text, moves + 2 * text
+    summary, moves = path.summary + 4 * text, path.moves + 2 * text
     tl.store(summary, count)
     tl.store(summary + 1, tl.where(best < 0, ~best, best))
     tl.store(summary + 2, scored)
@@ -90,8 +64,8 @@ def verify(
     tl.store(moves + 1, pending + scored)
 
 
-@triton.jit(do_not_specialize=["tensor_words", "heads", "capacity", "row_words", "most", "read"])
-def commit(cache, state, sources, moves, tensor_words, heads, capacity, row_words, most, read, WORDS: tl.constexpr):
+@triton.jit
+def commit(cache, state, sources, moves, tensor_words, heads, capacity, row_words, most, read):
     """Grid (tensors * heads, texts * blocks of a row): append the rows of columns sources[text, :moves[text, read]] of
     a cache to the text's committed rows, in every plane. read: 0 for the target, 1 for the draft. most: the numbers of
     a text in `sources`. Sources ascend, and none stands before its place, so no row is overwritten before it is

@@ -26,12 +26,7 @@ def compiled(name: str) -> str:
 
     kernel = KERNELS[name]
     function = getattr(importlib.import_module(f"{__package__}.{kernel.file}"), name)
-    parameters = [each for each in function.arg_names if each not in kernel.constants]
-    source = ASTSource(
-        fn=function,
-        signature=dict(zip(parameters, kernel.types, strict=True)) | dict.fromkeys(kernel.constants, "constexpr"),
-        constexprs=kernel.constants,
-    )
+    source = ASTSource(fn=function, signature=dict(zip(function.arg_names, kernel.types, strict=True)))
     options = {"num_warps": 1, "num_stages": 1, "ptx_version": PTX_VERSION, "enable_fp_fusion": False}
     result = triton.compile(source, target=GPUTarget("cuda", CAPABILITY, 32), options=options)
     if result.metadata.global_scratch_size:

@@ -7,8 +7,6 @@ sum of the blocks' sums, always in the same order, so that every kernel finds th
 number u is the first whose cumulative weight exceeds u times the sum: first its block, then its place in the block.
 """
 
-# mypy: disable-error-code="no-untyped-def, untyped-decorator"
-
 from __future__ import annotations
 
 import triton
@@ -17,10 +15,11 @@ import triton.language as tl
 from . import images
 
 LEVELS = tl.constexpr(images.LEVELS)
+BLOCK, BLOCKS = tl.constexpr(images.TOKEN_BLOCK), tl.constexpr(images.MAX_BLOCKS)
 
 
-@triton.jit(do_not_specialize=["columns", "blocks"])
-def peaks(logits, block_peaks, columns, blocks, BLOCK: tl.constexpr):
+@triton.jit
+def peaks(logits, block_peaks, columns, blocks):
     """Grid (rows, blocks): the largest logit of each block of logits [rows, V = columns]; +inf if one is NaN."""
     row, block = tl.program_id(0), tl.program_id(1)
     column = block * BLOCK + tl.arange(0, BLOCK)
@@ -28,26 +27,8 @@ def peaks(logits, block_peaks, columns, blocks, BLOCK: tl.constexpr):
     tl.store(block_peaks + row * blocks + block, tl.max(tl.where(logit == logit, logit, float("inf")), axis=0))
 
 
-@triton.jit(do_not_specialize=["columns", "blocks", "num_names", "stride", "is_cut"])
-def weigh(
-    logits,
-    block_peaks,
-    settings,
-    sums,
-    bounds,
-    lasts,
-    weights,
-    names,
-    likely,
-    counts,
-    columns,
-    blocks,
-    num_names,
-    stride,
-    is_cut,
-    BLOCK: tl.constexpr,
-    BLOCKS: tl.constexpr,
-):
+@triton.jit
+def weigh(scores, weights, names, likely, counts, columns, blocks, num_names, stride, is_cut):
     """Grid (rows, blocks): the sum of the weights of each block. is_cut: whether `cut` has found the bounds; else there
     are none. weights [rows, stride]: of each token, if `stride` is not 0; names [num_names]: the token of each column
     of a trimmed draft. likely, counts [rows, LEVELS, blocks]: sum and number of the weights of each level.
@@ -55,11 +36,11 @@ def weigh(
     row, block = tl.program_id(0), tl.program_id(1)
     column = block * BLOCK + tl.arange(0, BLOCK)
     inside = column < columns
-    bound = tl.load(bounds + row, mask=is_cut > 0, other=-1.0)
-    last = tl.load(lasts + row, mask=is_cut > 0, other=0)
-    peak = peak_of(block_peaks, row, blocks, BLOCKS)
-    weight = weights_at(logits + row.to(tl.int64) * columns, column, columns, peak, settings, bound, last)
-    tl.store(sums + row * blocks + block, tl.sum(weight, axis=0))
+    bound = tl.load(scores.bounds + row, mask=is_cut > 0, other=-1.0)
+    last = tl.load(scores.lasts + row, mask=is_cut > 0, other=0)
+    peak = peak_of(scores.block_peaks, row, blocks)
+    weight = weights_at(scores.logits + row.to(tl.int64) * columns, column, columns, peak, scores.settings, bound, last)
+    tl.store(scores.sums + row * blocks + block, tl.sum(weight, axis=0))
     token = tl.where(num_names > 0, tl.load(names + column, mask=inside & (num_names > 0), other=0), column)
     tl.store(weights + row.to(tl.int64) * stride + token, weight, mask=inside & (stride > 0))
     for level in tl.static_range(LEVELS):
@@ -67,112 +48,67 @@ def weigh(
         tl.store(likely + place, tl.sum(tl.where(is_likely, weight, 0.0), axis=0))
         tl.store(counts + place, tl.sum(is_likely.to(tl.int32), axis=0))
     if (block == 0) & (is_cut == 0):
-        tl.store(bounds + row, tl.full((), -1.0, tl.float64))
-        tl.store(lasts + row, 0)
+        tl.store(scores.bounds + row, tl.full((), -1.0, tl.float64))
+        tl.store(scores.lasts + row, 0)
 
 
-@triton.jit(do_not_specialize=["columns", "blocks", "num_names", "layer", "slot"])
-def extend(
-    logits,
-    block_peaks,
-    settings,
-    sums,
-    bounds,
-    lasts,
-    uniforms,
-    names,
-    tokens,
-    parents,
-    depths,
-    slots,
-    values,
-    frontier,
-    totals,
-    masses,
-    shares,
-    row_peaks,
-    columns,
-    blocks,
-    num_names,
-    layer,
-    slot,
-    BLOCK: tl.constexpr,
-    BLOCKS: tl.constexpr,
-):
+@triton.jit
+def extend(scores, uniforms, names, tree, masses, shares, row_peaks, columns, blocks, num_names, layer, slot):
     """Grid (1,): draw the token of a chain's node layer + 1 from logits [V = columns], and make it the next frontier.
     slot: of the node in the draft's cache; -1 if the draft will not score it. masses[layer]: the sum of the weights;
     shares[layer]: the token's probability; row_peaks[layer]: the peak. All values are equal, so rows stand in the order
     of creation."""
-    peak = peak_of(block_peaks, 0, blocks, BLOCKS)
-    mass = mass_of(sums, 0, blocks, BLOCKS)
+    peak = peak_of(scores.block_peaks, 0, blocks)
+    mass = mass_of(scores.sums, 0, blocks)
     block = tl.arange(0, BLOCKS)
-    chosen, rest = find(tl.load(sums + block, mask=block < blocks, other=0.0), tl.load(uniforms + layer) * mass, BLOCKS)
-    weight = weights_at(
-        logits, chosen * BLOCK + tl.arange(0, BLOCK), columns, peak, settings, tl.load(bounds), tl.load(lasts)
-    )
+    in_blocks = tl.load(scores.sums + block, mask=block < blocks, other=0.0)
+    chosen, rest = find(in_blocks, tl.load(uniforms + layer) * mass, BLOCKS)
+    column = chosen * BLOCK + tl.arange(0, BLOCK)
+    bound, last = tl.load(scores.bounds), tl.load(scores.lasts)
+    weight = weights_at(scores.logits, column, columns, peak, scores.settings, bound, last)
     place, _ = find(weight, rest, BLOCK)
     column = chosen * BLOCK + place
     share = tl.sum(tl.where(tl.arange(0, BLOCK) == place, weight, 0.0), axis=0) / mass
     token = tl.where(num_names > 0, tl.load(names + column, mask=num_names > 0, other=0), column)
     child = layer + 1
-    tl.store(tokens + child, token)
-    tl.store(parents + child, layer)
-    tl.store(depths + child, child)
-    tl.store(slots + child, slot)
-    tl.store(values + child, tl.full((), 0.0, tl.float64))
-    tl.store(frontier + child, child)
-    tl.store(totals + child, child + 1)
+    tl.store(tree.tokens + child, token)
+    tl.store(tree.parents + child, layer)
+    tl.store(tree.depths + child, child)
+    tl.store(tree.slots + child, slot)
+    tl.store(tree.node_values + child, tl.full((), 0.0, tl.float64))
+    tl.store(tree.frontier + child, child)
+    tl.store(tree.totals + child, child + 1)
     tl.store(masses + layer, mass)
     tl.store(shares + layer, share)
     tl.store(row_peaks + layer, peak)
 
 
-@triton.jit(do_not_specialize=["columns", "blocks", "size"])
-def draw(
-    logits,
-    block_peaks,
-    settings,
-    sums,
-    bounds,
-    lasts,
-    uniforms,
-    row_nodes,
-    depths,
-    drawn,
-    row_peaks,
-    columns,
-    blocks,
-    size,
-    BLOCK: tl.constexpr,
-    BLOCKS: tl.constexpr,
-):
-    """Grid (size + 1,): draw a token after each row of a tree. Rows of one depth use the same uniform number: one of
-    them is on the accepted path."""
+@triton.jit
+def draw(scores, uniforms, row_nodes, depths, drawn, row_peaks, columns, blocks, size):
+    """Grid (size + 1,): draw a token after each row. Rows of one depth share a number: one is on the accepted path."""
     row = tl.program_id(0)
     node = tl.load(row_nodes + row)
     uniform = tl.load(uniforms + tl.load(depths + node, mask=node >= 0, other=0))
-    peak = peak_of(block_peaks, row, blocks, BLOCKS)
+    peak = peak_of(scores.block_peaks, row, blocks)
     block = tl.arange(0, BLOCKS)
-    at = uniform * mass_of(sums, row, blocks, BLOCKS)
-    chosen, rest = find(tl.load(sums + row * blocks + block, mask=block < blocks, other=0.0), at, BLOCKS)
+    at = uniform * mass_of(scores.sums, row, blocks)
+    chosen, rest = find(tl.load(scores.sums + row * blocks + block, mask=block < blocks, other=0.0), at, BLOCKS)
     column = chosen * BLOCK + tl.arange(0, BLOCK)
-    bound, last = tl.load(bounds + row), tl.load(lasts + row)
-    weight = weights_at(logits + row.to(tl.int64) * columns, column, columns, peak, settings, bound, last)
+    bound, last = tl.load(scores.bounds + row), tl.load(scores.lasts + row)
+    weight = weights_at(scores.logits + row.to(tl.int64) * columns, column, columns, peak, scores.settings, bound, last)
     place, _ = find(weight, rest, BLOCK)
     tl.store(drawn + row, (chosen * BLOCK + place).to(tl.int64))
     tl.store(row_peaks + row, peak)
 
 
 @triton.jit
-def peak_of(block_peaks, row, blocks, BLOCKS: tl.constexpr):
-    """The largest logit of a row."""
+def peak_of(block_peaks, row, blocks):
     block = tl.arange(0, BLOCKS)
     return tl.max(tl.load(block_peaks + row * blocks + block, mask=block < blocks, other=float("-inf")), axis=0)
 
 
 @triton.jit
-def mass_of(sums, row, blocks, BLOCKS: tl.constexpr):
-    """The sum of a row's weights."""
+def mass_of(sums, row, blocks):
     block = tl.arange(0, BLOCKS)
     return tl.sum(tl.load(sums + row * blocks + block, mask=block < blocks, other=0.0), axis=0)
 

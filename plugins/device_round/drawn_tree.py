@@ -8,40 +8,20 @@ child was refused is kept: its mass (the sum of the draft's weights), pi and S. 
 anew for every token of the row where verification ends.
 """
 
-# mypy: disable-error-code="no-untyped-def, untyped-decorator, attr-defined"
-
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 
-from .drawing import mass_of, peak_of, weights_at
-from .remainder import next_child, scored_at
+from . import images
+from .drawing import BLOCK, mass_of, peak_of, weights_at
+from .remainder import ROWS, next_child, scored_at
 
 UNUSED = tl.constexpr(-2)  # the parent of a row without a node
+LIST_BLOCK = tl.constexpr(images.LIST_BLOCK)
 
 
-@triton.jit(do_not_specialize=["columns", "blocks"])
+@triton.jit
 def prepare(
-    logits,
-    block_peaks,
-    settings,
-    sums,
-    bounds,
-    lasts,
-    draft_weights,
-    row_nodes,
-    rows,
-    parents,
-    slots,
-    weights,
-    rest,
-    row_parents,
-    row_peaks,
-    columns,
-    blocks,
-    BLOCK: tl.constexpr,
-    BLOCKS: tl.constexpr,
+    scores, draft_weights, row_nodes, rows, parents, slots, weights, rest, row_parents, row_peaks, columns, blocks
 ):
     """Grid (size + 1, blocks): the target's weights [rows, V], and rest [rows, blocks], those of the tokens that the
     draft cannot draw there. draft_weights: [scored nodes, V]. row_parents [rows]: -1 for the root."""
@@ -49,9 +29,9 @@ def prepare(
     node = tl.load(row_nodes + row)
     scored = scored_at(slots, node)
     column = block * BLOCK + tl.arange(0, BLOCK)
-    peak = peak_of(block_peaks, row, blocks, BLOCKS)
-    bound, last = tl.load(bounds + row), tl.load(lasts + row)
-    weight = weights_at(logits + row.to(tl.int64) * columns, column, columns, peak, settings, bound, last)
+    peak = peak_of(scores.block_peaks, row, blocks)
+    bound, last = tl.load(scores.bounds + row), tl.load(scores.lasts + row)
+    weight = weights_at(scores.logits + row.to(tl.int64) * columns, column, columns, peak, scores.settings, bound, last)
     Q = tl.load(draft_weights + scored.to(tl.int64) * columns + column, mask=column < columns, other=0.0)
     tl.store(weights + row.to(tl.int64) * columns + column, weight, mask=column < columns)
     tl.store(rest + row * blocks + block, tl.sum(tl.where(Q == 0, weight, 0.0), axis=0))
@@ -62,34 +42,9 @@ def prepare(
         tl.store(row_peaks + row, peak)
 
 
-@triton.jit(do_not_specialize=["columns", "blocks", "width", "num_names", "size", "is_traversal"])
+@triton.jit
 def refuse(
-    weights,
-    rest,
-    offers,
-    offer_weights,
-    offer_columns,
-    names,
-    row_nodes,
-    row_parents,
-    tokens,
-    slots,
-    residual,
-    remaining,
-    norms,
-    masses,
-    pis,
-    totals,
-    chances,
-    columns,
-    blocks,
-    width,
-    num_names,
-    size,
-    is_traversal,
-    ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    BLOCKS: tl.constexpr,
+    weights, rest, offers, tree, scratch, refusals, chances, columns, blocks, width, num_names, size, is_traversal
 ):
     """Grid (1,): what each child is tested with, if its elder siblings were refused, and how it is refused itself: its
     masses, pis and totals [rows]. chances [rows]: in a traversal pi of a row, after all its children were refused; else
@@ -98,45 +53,45 @@ def refuse(
     tl.store(chances + index, tl.full((ROWS,), 1.0, tl.float64), mask=index <= size)
     tl.debug_barrier()
     for row in range(size):
-        child = next_child(row_parents, row, 0, size, ROWS)
+        child = next_child(tree.row_parents, row, 0, size)
         if child < ROWS:
             pi = tl.where(is_traversal > 0, tl.load(chances + row), 1.0)
-            scored = scored_at(slots, tl.load(row_nodes + row))
-            count, list_at = tl.load(offers + scored), scored.to(tl.int64) * width
-            own, columns_at = offer_weights + list_at, offer_columns + list_at
-            R_others = mass_of(rest, row, blocks, BLOCKS)
+            scored = scored_at(tree.slots, tl.load(tree.row_nodes + row))
+            count, list_at = tl.load(offers.counts + scored), scored.to(tl.int64) * width
+            own, columns_at = offers.weights + list_at, offers.columns + list_at
+            R_others = mass_of(rest, row, blocks)
             target = weights + row.to(tl.int64) * columns
-            weight = begin(target, own, columns_at, names, residual, remaining, count, num_names, BLOCK)
-            tl.store(norms + row, weight + R_others)
+            weight = begin(target, own, columns_at, offers.names, scratch, count, num_names)
+            tl.store(refusals.norms + row, weight + R_others)
             scale = 1.0 / (weight + R_others)
             R_others *= scale
             while child < ROWS:
-                y = tl.load(tokens + tl.load(row_nodes + child))
-                mass, ratio = offered(residual, remaining, columns_at, names, y, count, num_names, scale, BLOCK)
+                y = tl.load(tree.tokens + tl.load(tree.row_nodes + child))
+                mass, ratio = offered(scratch, columns_at, offers.names, y, count, num_names, scale)
                 tl.store(chances + child, tl.minimum(pi * ratio, 1.0))
-                S = refused(residual, remaining, columns_at, names, y, count, num_names, pi * scale, mass, BLOCK)
+                S = refused(scratch, columns_at, offers.names, y, count, num_names, pi * scale, mass)
                 S += pi * R_others
-                tl.store(masses + child, mass)
-                tl.store(pis + child, pi)
-                tl.store(totals + child, S)
+                tl.store(refusals.masses + child, mass)
+                tl.store(refusals.pis + child, pi)
+                tl.store(refusals.totals + child, S)
                 scale = tl.where(S > 0, 1.0 / S, 0.0)
                 R_others *= pi * scale
                 if is_traversal > 0:
                     pi = tl.where(S == 0, (pi == 1).to(tl.float64), S / (S + (1.0 - pi)))
-                child = next_child(row_parents, row, child, size, ROWS)
+                child = next_child(tree.row_parents, row, child, size)
             if is_traversal > 0:
                 tl.debug_barrier()
                 tl.store(chances + row, pi)
             tl.debug_barrier()
 
 
-@triton.jit(do_not_specialize=["size"])
-def traverse(chances, tests, row_nodes, row_parents, tokens, drawn, num_tests, stop, size, ROWS: tl.constexpr):
+@triton.jit
+def traverse(chances, tests, row_nodes, row_parents, tokens, drawn, num_tests, stop, size):
     """Grid (1,): traversal verification tests the rows from the leaves up with the uniform numbers `tests`. num_tests:
     how many it used. stop: the row where it ends. drawn: see `chain.accept`."""
     row, test, is_down, accepted = 0, 0, True, -1
     while accepted < 0:
-        child = next_child(row_parents, row, 0, size, ROWS)
+        child = next_child(row_parents, row, 0, size)
         if is_down & (child < ROWS):
             row = child
         else:
@@ -144,72 +99,70 @@ def traverse(chances, tests, row_nodes, row_parents, tokens, drawn, num_tests, s
             test += (row > 0).to(tl.int32)
             accepted = tl.where(is_accepted, row, -1)
             parent = tl.load(row_parents + row)
-            sibling = next_child(row_parents, parent, row, size, ROWS)
+            sibling = next_child(row_parents, parent, row, size)
             is_down = sibling < ROWS
             row = tl.where(is_down, sibling, parent)
     tl.store(num_tests, test)
     end_at(accepted, row_parents, row_nodes, tokens, drawn, stop)
 
 
-@triton.jit(do_not_specialize=["size"])
-def reject(chances, tests, row_nodes, row_parents, tokens, drawn, num_tests, stop, size, ROWS: tl.constexpr):
+@triton.jit
+def reject(chances, tests, row_nodes, row_parents, tokens, drawn, num_tests, stop, size):
     """Grid (1,): recursive rejection (DySpec, Algorithm 3) tests the children from the root down, as above."""
     row, test = 0, 0
-    child = next_child(row_parents, row, 0, size, ROWS)
+    child = next_child(row_parents, row, 0, size)
     while child < ROWS:
         is_accepted = tl.load(tests + test) < tl.load(chances + child)
         test += 1
         row = tl.where(is_accepted, child, row)
-        child = next_child(row_parents, row, tl.where(is_accepted, 0, child), size, ROWS)
+        child = next_child(row_parents, row, tl.where(is_accepted, 0, child), size)
     tl.store(num_tests, test)
     end_at(row, row_parents, row_nodes, tokens, drawn, stop)
 
 
 @triton.jit
-def begin(target, own, columns_at, names, residual, remaining, count, num_names, BLOCK: tl.constexpr):
-    """residual, remaining: the weights of target and draft for each token that the draft can draw. Returns the sum of
-    the target's."""
+def begin(target, own, columns_at, names, scratch, count, num_names):
+    """residual, remaining: the target's and draft's weights of what the draft can draw. Returns the target's sum."""
     total = tl.full((), 0.0, tl.float64)
-    for start in range(0, count, BLOCK):
-        place = start + tl.arange(0, BLOCK)
+    for start in range(0, count, LIST_BLOCK):
+        place = start + tl.arange(0, LIST_BLOCK)
         token = token_at(columns_at, names, place, count, num_names)
         weight = tl.load(target + token, mask=place < count, other=0.0)
-        tl.store(residual + place, weight, mask=place < count)
-        tl.store(remaining + place, tl.load(own + place, mask=place < count, other=0.0), mask=place < count)
+        tl.store(scratch.residual + place, weight, mask=place < count)
+        tl.store(scratch.remaining + place, tl.load(own + place, mask=place < count, other=0.0), mask=place < count)
         total += tl.sum(weight, axis=0)
     tl.debug_barrier()
     return total
 
 
 @triton.jit
-def offered(residual, remaining, columns_at, names, y, count, num_names, scale, BLOCK: tl.constexpr):
+def offered(scratch, columns_at, names, y, count, num_names, scale):
     """The draft's mass for token y, and R[y] / D[y]. `residual` times `scale` is R."""
     mass, R, D = tl.full((), 0.0, tl.float64), tl.full((), 0.0, tl.float64), tl.full((), 0.0, tl.float64)
-    for start in range(0, count, BLOCK):
-        place = start + tl.arange(0, BLOCK)
+    for start in range(0, count, LIST_BLOCK):
+        place = start + tl.arange(0, LIST_BLOCK)
         is_y = (token_at(columns_at, names, place, count, num_names) == y) & (place < count)
-        weight = tl.load(remaining + place, mask=place < count, other=0.0)
+        weight = tl.load(scratch.remaining + place, mask=place < count, other=0.0)
         mass += tl.sum(weight, axis=0)
         D += tl.sum(tl.where(is_y, weight, 0.0), axis=0)
-        R += tl.sum(tl.load(residual + place, mask=is_y, other=0.0), axis=0)
+        R += tl.sum(tl.load(scratch.residual + place, mask=is_y, other=0.0), axis=0)
     return mass, R * scale * mass / D
 
 
 @triton.jit
-def refused(residual, remaining, columns_at, names, y, count, num_names, scale, mass, BLOCK: tl.constexpr):
-    """`residual` becomes max(residual * scale - D, 0), and token y is left out of `remaining`. Returns the new sum of
-    `residual`."""
+def refused(scratch, columns_at, names, y, count, num_names, scale, mass):
+    """`residual` becomes max(residual * scale - D, 0); `remaining` loses token y. Returns the sum of `residual`."""
     S, inverse = tl.full((), 0.0, tl.float64), 1.0 / mass
-    for start in range(0, count, BLOCK):
-        place = start + tl.arange(0, BLOCK)
+    for start in range(0, count, LIST_BLOCK):
+        place = start + tl.arange(0, LIST_BLOCK)
         is_y = token_at(columns_at, names, place, count, num_names) == y
-        D = tl.load(remaining + place, mask=place < count, other=0.0) * inverse
-        excess = tl.load(residual + place, mask=place < count, other=0.0) * scale - D
+        D = tl.load(scratch.remaining + place, mask=place < count, other=0.0) * inverse
+        excess = tl.load(scratch.residual + place, mask=place < count, other=0.0) * scale - D
         excess = tl.where(place < count, tl.maximum(excess, 0.0), 0.0)
         S += tl.sum(excess, axis=0)
         tl.debug_barrier()
-        tl.store(residual + place, excess, mask=place < count)
-        tl.store(remaining + place, tl.full((BLOCK,), 0.0, tl.float64), mask=is_y & (place < count))
+        tl.store(scratch.residual + place, excess, mask=place < count)
+        tl.store(scratch.remaining + place, tl.full((LIST_BLOCK,), 0.0, tl.float64), mask=is_y & (place < count))
     tl.debug_barrier()
     return S
 

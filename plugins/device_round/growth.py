@@ -8,39 +8,17 @@ log-probabilities on its path. An order by value means: the greater value first,
 A position in this order is counted, not sorted: it is the number of values that come before.
 """
 
-# mypy: disable-error-code="no-untyped-def, untyped-decorator"
-# The values of a kernel have no Python types.
-
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 
+from . import images
 
-@triton.jit(
-    do_not_specialize=["columns", "layer", "width", "size", "num_names", "first_slot", "nodes", "layers", "ranked"]
-)
+OFFERS, NODES = tl.constexpr(images.OFFER_BLOCK), tl.constexpr(images.NODE_BLOCK)
+
+
+@triton.jit
 def expand(
-    top_ids,
-    top_logprobs,
-    names,
-    frontier,
-    totals,
-    values,
-    tokens,
-    parents,
-    depths,
-    slots,
-    columns,
-    layer,
-    width,
-    size,
-    num_names,
-    first_slot,
-    nodes,
-    layers,
-    ranked,
-    OFFERS: tl.constexpr,
+    ranking, names, lists, values, table, columns, layer, width, size, num_names, first_slot, nodes, layers, ranked
 ):
     """Grid (texts,): add a layer of nodes, and choose those that the next draft pass scores.
 
@@ -53,7 +31,7 @@ def expand(
     for all of them if `first_slot` is -1. layers: depth + 1.
     """
     text = tl.program_id(0)
-    frontier, totals = frontier + text * layers * width, totals + text * layers
+    frontier, totals = lists.frontier + text * layers * width, lists.totals + text * layers
     values += text * nodes
     total = tl.load(totals + layer)
     this, following = frontier + layer * width, frontier + (layer + 1) * width
@@ -64,7 +42,7 @@ def expand(
     first_cell = text * ranked * columns
     cell = first_cell + row * columns + rank
     # At most 0, whatever the ranking's rounding is: a child is never better than its parent.
-    gain = tl.minimum(tl.load(top_logprobs + cell, mask=offered, other=float("-inf")), 0.0).to(tl.float64)
+    gain = tl.minimum(tl.load(ranking.top_logprobs + cell, mask=offered, other=float("-inf")), 0.0).to(tl.float64)
     value = tl.load(values + node, mask=offered, other=float("-inf")) + gain
 
     before = tl.zeros((OFFERS,), tl.int32)  # offers that precede this one in the order by value
@@ -72,7 +50,7 @@ def expand(
     for other in range(width * width):
         above = tl.load(this + other // width)
         other_cell = first_cell + other // width * columns + other % width
-        other_gain = tl.load(top_logprobs + other_cell, mask=above >= 0, other=0.0)
+        other_gain = tl.load(ranking.top_logprobs + other_cell, mask=above >= 0, other=0.0)
         other_value = tl.load(values + above, mask=above >= 0, other=float("-inf"))
         other_value += tl.minimum(other_gain, 0.0).to(tl.float64)
         before += ((other_value > value) | ((other_value == value) & (other < offer))).to(tl.int32)
@@ -84,21 +62,21 @@ def expand(
     admitted = offered & (value > float("-inf")) & (earlier + before < size)
     useful = admitted & (earlier + as_good < size)
     scored = useful & (before < width) & (first_slot >= 0)
-    column = tl.load(top_ids + cell, mask=admitted, other=0).to(tl.int32)
+    column = tl.load(ranking.top_ids + cell, mask=admitted, other=0).to(tl.int32)
     token = tl.load(names + column, mask=admitted & (num_names > 0), other=0)
     tl.store(values + total + before, value, mask=admitted)
     child = text * nodes + total + before
-    tl.store(tokens + child, tl.where(num_names > 0, token, column), mask=admitted)
-    tl.store(parents + child, node, mask=admitted)
-    tl.store(depths + child, tl.full((OFFERS,), layer + 1, tl.int32), mask=admitted)
-    tl.store(slots + child, tl.where(scored, first_slot + text * width + before, -1), mask=admitted)
+    tl.store(table.tokens + child, tl.where(num_names > 0, token, column), mask=admitted)
+    tl.store(table.parents + child, node, mask=admitted)
+    tl.store(table.depths + child, tl.full((OFFERS,), layer + 1, tl.int32), mask=admitted)
+    tl.store(table.slots + child, tl.where(scored, first_slot + text * width + before, -1), mask=admitted)
     num_useful = tl.sum(useful.to(tl.int32), axis=0)
     tl.store(following + offer, tl.where(offer < num_useful, total + offer, -1), mask=offer < width)
     tl.store(totals + layer + 1, total + tl.sum(admitted.to(tl.int32), axis=0))
 
 
-@triton.jit(do_not_specialize=["layer", "size", "nodes"])
-def unroll(totals, values, rows, row_nodes, layer, size, nodes, NODES: tl.constexpr):
+@triton.jit
+def unroll(totals, values, rows, row_nodes, layer, size, nodes):
     """Grid (blocks of all possible nodes and rows, texts): the root and the `size` nodes of the greatest values become
     the rows of a tree, in the order by value, which is an order with parents first. totals[text, layer]: the number of
     nodes, in the last layer. rows [texts, nodes]: the row of each node, -1 for none. row_nodes [texts, size + 1]: the

@@ -11,6 +11,7 @@ import os
 import re
 import subprocess
 import sys
+from collections import namedtuple
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -38,59 +39,73 @@ DTYPES = {NUMBER: np.int32, LONG: np.int64}
 
 
 class Kernel(NamedTuple):
-    """A function of a file of this package, the types of its run-time parameters by Triton's names, and its constants.
-    One warp executes it, so that no barrier is needed."""
+    """A function of a file of this package, and the types of its parameters by Triton's names. One warp executes it, so
+    that no barrier is needed."""
 
     file: str
-    types: tuple[str, ...]
-    constants: dict[str, int]
+    types: tuple[str | tuple[str, ...], ...]
+
+    @property
+    def arguments(self) -> list[str]:
+        """The types of a launch's arguments: what stands together in a parameter follows one another."""
+        return [each for types in self.types for each in ([types] if isinstance(types, str) else types)]
 
 
-TABLE = (I32, I32, I32, I32)  # tokens, parents, depths, slots
-PASS = (I64, I64, I32, U8, I64, I64)  # input_ids, position_ids, sequences, tree_mask, write_indices, output_rows
-DRAWN = {"BLOCK": TOKEN_BLOCK, "BLOCKS": MAX_BLOCKS}
-TREE = {"ROWS": ROW_BLOCK, **DRAWN}
-ROW = (F32, F32, F64, F64, F64, I32)  # logits, block_peaks, settings, sums, bounds, lasts
+def together(**types: str) -> tuple[str, ...]:
+    """The types of what stands together in one parameter, a named tuple."""
+    return namedtuple("Together", types)(**types)
+
+
+INPUTS = together(input_ids=I64, position_ids=I64, sequences=I32, tree_mask=U8, write_indices=I64, output_rows=I64)
+LISTS = together(draft_rows=I32, frontier=I32, totals=I32)
+LAYERS = together(frontier=I32, totals=I32)
+TABLE = together(tokens=I32, parents=I32, depths=I32, slots=I32)  # of the nodes
+RANKING = together(top_ids=I64, top_logprobs=F32)
+TREE = together(row_nodes=I32, tokens=I32, parents=I32, depths=I32, node_values=F64, rows=I32, slots=I32)
+PATH = together(summary=I32, accepted=I32, target_rows=I32, draft_rows=I32, moves=I32)
+ROWS = together(tokens=I32, parents=I32, depths=I32, row_values=F64)
+SCORES = together(logits=F32, block_peaks=F32, settings=F64, sums=F64, bounds=F64, lasts=I32)  # of rows: drawing.py
+GROWN = together(tokens=I32, parents=I32, depths=I32, slots=I32, node_values=F64, frontier=I32, totals=I32)
+DRAFT = together(block_peaks=F32, sums=F64, weights=F64)
+SITES = together(reach=F64, ranks=I32)
+FOUND = together(shares=F64, row_peaks=F32, num_drawn=I32)
+SIZES = together(columns=NUMBER, blocks=NUMBER, num_names=NUMBER, stride=NUMBER)
+OFFERS = together(counts=I32, weights=F64, columns=I32, names=I32)
+DRAWN = together(row_nodes=I32, row_parents=I32, tokens=I32, slots=I32)
+SCRATCH = together(residual=F64, remaining=F64)
+REFUSALS = together(norms=F64, masses=F64, pis=F64, totals=F64)
+CUT = (I32, F64, I32)  # found, found_weights, found_columns
 WALK = (F64, F64, I32, I32, I32, I64, I32, I32, NUMBER)  # of `traverse` and `reject`
-LEFT = (F64, F64, *[I32] * 4, *[F64] * 4, I32, F64)
+LEFT = (F64, F64, DRAWN, REFUSALS, I32, F64)
 KERNELS = {
-    "expand": Kernel("growth", (I64, F32, I32, I32, I32, F64, *TABLE, *[NUMBER] * 9), {"OFFERS": OFFER_BLOCK}),
-    "unroll": Kernel("growth", (I32, F64, I32, I32, *[NUMBER] * 3), {"NODES": NODE_BLOCK}),
-    "pending_inputs": Kernel("inputs", (I32, *PASS, *[I32] * 3, F64, *TABLE, *[NUMBER] * 8), {"COLUMNS": COLUMN_BLOCK}),
-    "tree_inputs": Kernel("inputs", (I32, I32, *TABLE, *PASS, *[NUMBER] * 9), {"COLUMNS": COLUMN_BLOCK}),
-    "verify": Kernel("acceptance", (I64, *[I32] * 4, F64, *[I32] * 11, F64, *[NUMBER] * 5), {"ROWS": ROW_BLOCK}),
-    "peaks": Kernel("drawing", (F32, F32, NUMBER, NUMBER), {"BLOCK": TOKEN_BLOCK}),
-    "weigh": Kernel("drawing", (*ROW, F64, I32, F64, I32, *[NUMBER] * 5), DRAWN),
-    "gather": Kernel("cutting", (*ROW, F64, I32, I32, F64, I32, *[NUMBER] * 3), DRAWN),
-    "cut": Kernel("cutting", (F64, F64, F64, I32, I32, F64, I32, NUMBER, NUMBER), DRAWN),
-    "extend": Kernel("drawing", (*ROW, F64, I32, *TABLE, F64, I32, I32, F64, F64, F32, *[NUMBER] * 5), DRAWN),
-    "draw": Kernel("drawing", (*ROW, F64, I32, I32, I64, F32, *[NUMBER] * 3), DRAWN),
-    "chances": Kernel("chain", (*ROW, F64, F64, I32, F64, F32, *[NUMBER] * 3), {"BLOCKS": MAX_BLOCKS}),
-    "excess": Kernel("chain", (*ROW, *[F64] * 4, NUMBER, NUMBER), DRAWN),
-    "accept": Kernel("chain", (*ROW, *[F64] * 6, I32, I64, *[NUMBER] * 3), DRAWN),
-    "grow": Kernel(
-        "drawn_growth",
-        (F32, *[F64] * 4, I32, *TABLE, F64, I32, I32, F64, I32, F64, F32, I32, *[NUMBER] * 9),
-        {**DRAWN, "NODES": OFFER_BLOCK},
-    ),
-    "prepare": Kernel("drawn_tree", (*ROW, F64, *[I32] * 4, F64, F64, I32, F32, NUMBER, NUMBER), DRAWN),
-    "refuse": Kernel(
-        "drawn_tree",
-        (F64, F64, I32, F64, I32, *[I32] * 5, *[F64] * 7, *[NUMBER] * 6),
-        {**TREE, "BLOCK": LIST_BLOCK},
-    ),
-    "traverse": Kernel("drawn_tree", WALK, {"ROWS": ROW_BLOCK}),
-    "reject": Kernel("drawn_tree", WALK, {"ROWS": ROW_BLOCK}),
-    "remainder": Kernel("remainder", (*LEFT, *[NUMBER] * 3), TREE),
-    "settle": Kernel("remainder", (*LEFT, F64, I64, *[NUMBER] * 3), TREE),
-    "commit": Kernel("acceptance", (I32, I32, I32, I32, LONG, *[NUMBER] * 5), {"WORDS": WORD_BLOCK}),
+    "expand": Kernel("growth", (RANKING, I32, LAYERS, F64, TABLE, *[NUMBER] * 9)),
+    "unroll": Kernel("growth", (I32, F64, I32, I32, *[NUMBER] * 3)),
+    "pending_inputs": Kernel("inputs", (I32, INPUTS, LISTS, F64, TABLE, *[NUMBER] * 8)),
+    "tree_inputs": Kernel("inputs", (I32, I32, TABLE, INPUTS, *[NUMBER] * 9)),
+    "verify": Kernel("acceptance", (I64, TREE, I32, PATH, ROWS, *[NUMBER] * 5)),
+    "peaks": Kernel("drawing", (F32, F32, NUMBER, NUMBER)),
+    "weigh": Kernel("drawing", (SCORES, F64, I32, F64, I32, *[NUMBER] * 5)),
+    "gather": Kernel("cutting", (SCORES, F64, I32, *CUT, *[NUMBER] * 3)),
+    "cut": Kernel("cutting", (F64, F64, F64, I32, *CUT, NUMBER, NUMBER)),
+    "extend": Kernel("drawing", (SCORES, F64, I32, GROWN, F64, F64, F32, *[NUMBER] * 5)),
+    "draw": Kernel("drawing", (SCORES, F64, I32, I32, I64, F32, *[NUMBER] * 3)),
+    "chances": Kernel("chain", (SCORES, F64, F64, I32, F64, F32, *[NUMBER] * 3)),
+    "excess": Kernel("chain", (SCORES, *[F64] * 4, NUMBER, NUMBER)),
+    "accept": Kernel("chain", (SCORES, *[F64] * 6, I32, I64, *[NUMBER] * 3)),
+    "grow": Kernel("drawn_growth", (DRAFT, F64, F64, I32, GROWN, SITES, FOUND, SIZES, *[NUMBER] * 5)),
+    "prepare": Kernel("drawn_tree", (SCORES, F64, *[I32] * 4, F64, F64, I32, F32, NUMBER, NUMBER)),
+    "refuse": Kernel("drawn_tree", (F64, F64, OFFERS, DRAWN, SCRATCH, REFUSALS, F64, *[NUMBER] * 6)),
+    "traverse": Kernel("drawn_tree", WALK),
+    "reject": Kernel("drawn_tree", WALK),
+    "remainder": Kernel("remainder", (*LEFT, *[NUMBER] * 3)),
+    "settle": Kernel("remainder", (*LEFT, F64, I64, *[NUMBER] * 3)),
+    "commit": Kernel("acceptance", (I32, I32, I32, I32, LONG, *[NUMBER] * 5)),
 }
 HEADER = "// Triton {}, sources {}, shared bytes: {}\n"  # the first line of a file
 
 
 class Image(NamedTuple):
-    """A kernel's PTX. types: of its parameters, with the two scratch pointers that Triton appends. shared_bytes: of a
-    launch."""
+    """A kernel's PTX. types: of its arguments, with Triton's two scratch pointers. shared_bytes: of a launch."""
 
     text: str
     types: tuple[str, ...]
@@ -111,7 +126,7 @@ def image(name: str) -> Image:
     text = (FOLDER / f"{name}.ptx").read_text()
     found = re.match(HEADER.format(r"\S+", r"\S+", r"(\d+)"), text)
     assert found is not None, f"{name}.ptx has no header"
-    return Image(text, (*KERNELS[name].types, U8, U8), int(found[1]))
+    return Image(text, (*KERNELS[name].arguments, U8, U8), int(found[1]))
 
 
 def make_images() -> None:

@@ -63,8 +63,7 @@ def carried() -> list[Path]:
 
 
 def kernels(flags: tuple[str, ...] = FLAGS) -> Path:
-    """The library, compiled unless a cache holds it. Raises CompilerError when it cannot be made, and KernelError when
-    others could have put their code into the cache."""
+    """The library, compiled unless cached. Raises CompilerError, and KernelError for a cache that others can write."""
     folder = cache_folder()
     if folder is not None and (found := cached(folder, flags)) is not None:
         return found
@@ -86,8 +85,7 @@ def kernels(flags: tuple[str, ...] = FLAGS) -> Path:
 
 
 def check_available(flags: tuple[str, ...] = FLAGS) -> None:
-    """Raises KernelError where the processor lacks what the kernels need, and CompilerError where they are neither in
-    the cache nor can be compiled."""
+    """Raises KernelError where the processor lacks something, CompilerError where nothing cached or compiled serves."""
     check_processor()
     folder = cache_folder()
     if carried():
@@ -116,7 +114,6 @@ def cache_folder() -> Path | None:
 
 
 def named_folder() -> Path | None:
-    """See cache_folder."""
     if chosen := os.environ.get(CACHE):
         return Path(chosen).absolute()
     try:

@@ -137,8 +137,7 @@ def not_runnable(program: str, error: Exception) -> CompilerError:
 
 
 def compile_carried(folder: Path) -> None:
-    """Write the libraries of CARRIED that this compiler can make into a folder, where it is one for x86-64 processors;
-    says which are left out."""
+    """Write the libraries of CARRIED that this compiler can make, where it is x86-64's; says what is left out."""
     if sys.platform != "linux" or platform.machine() not in X86:
         return
 

@@ -47,8 +47,7 @@ class Codes(NamedTuple):
 
 
 class SignedCodes(NamedTuple):
-    """A matrix [N, K] in groups of inputs: codes * scales. codes: int8 [N, K]; scales: float32 [N, K / group], fp16
-    numbers."""
+    """codes * scales: codes int8 [N, K]; scales float32 [N, K / group], fp16 numbers, of groups of inputs."""
 
     codes: NDArray[np.int8]
     scales: NDArray[np.float32]
@@ -102,8 +101,7 @@ class Model(Structure):
 
 
 def row_bytes(model: Model, rows: int) -> int:
-    """The bytes of memory that `draftwood_open` takes for passes of up to `rows` rows, see allocate_rows in
-    kernels/engine.h."""
+    """The bytes that `draftwood_open` takes for `rows` rows, see allocate_rows in kernels/engine.h."""
     query, key = model.heads * model.head_dim, model.kv_heads * model.head_dim
     joined = 2 * model.hidden if model.fusion.inputs else model.hidden
     hidden, normed, merged, attended, gated, fused = (
@@ -162,8 +160,6 @@ def address(array: NDArray[Any] | None) -> int | None:
 
 
 class NativeLibrary:
-    """The kernels of one file."""
-
     def __init__(self, path: Path) -> None:
         """Raises KernelError when the file cannot be loaded, or was compiled for another processor."""
         try:
@@ -317,6 +313,5 @@ def whole_blocks(matrix: NDArray[np.float32]) -> NDArray[np.float32]:
 
 
 def empty_codes(outputs: int, inputs: int) -> Codes:
-    """Room for a matrix of that shape."""
     blocks = (outputs, inputs // BLOCK)
     return Codes(np.empty((outputs, inputs), np.int8), np.empty(blocks, np.float32), np.empty(blocks, np.float32))

@@ -54,8 +54,7 @@ def pair_panels(halves: NDArray[np.uint16]) -> NDArray[np.uint16]:
 
 
 def code_panels(codes: NDArray[np.int8], bits: int) -> NDArray[np.uint8]:
-    """int8 [N, K], of 8 and 6 bits signed -> uint8 [panels, K * bits / 32, 16, 4]. K is a multiple of 8, of 5 and 6
-    bits of the group."""
+    """int8 [N, K], of 8 and 6 bits signed -> uint8 [panels, K * bits / 32, 16, 4]. K: a multiple of 8, or the group."""
     unsigned = filled(codes).view(np.uint8) + np.uint8(0 if bits < 6 else 1 << bits - 1)
     fours = unsigned.view(np.uint32).reshape(-1, PANEL, unsigned.shape[1] // 4).transpose(0, 2, 1)  # four inputs each
     low, upper = fours & np.uint32(0x0F0F0F0F), fours >> np.uint32(4) & np.uint32(0x0F0F0F0F)

@@ -74,8 +74,7 @@ class FunctionBuilder:
         return self.constant("window", np.int32(self.window))
 
     def in_window(self, numbers: ir.Value) -> tuple[ir.Value, ir.Value]:
-        """The mask's numbers [1, T, S] that a window leaves, the last ones of each row, and how many a row had before,
-        [T, 1]."""
+        """The mask's last numbers of each row [1, T, S], which a window leaves, and how many there were, [T, 1]."""
         wide = self.cast(numbers, ir.DataType.FLOAT, "mask_fp32")  # TensorRT sums no integers
         axis, reverse = self.constant("mask_axis", np.int64(2)), [ir.AttrInt64("reverse", 1)]
         after = self.cast(self.node("CumSum", [wide, axis], "after", reverse), ir.DataType.INT32, "after_int32")

@@ -1,5 +1,4 @@
-"""The child process of `library.compile_library`: reads variants as JSON from stdin, writes a KernelLibrary to
-stdout."""
+"""`library.compile_library`'s child process: variants as JSON from stdin, a KernelLibrary to stdout."""
 
 from __future__ import annotations
 
@@ -32,7 +31,6 @@ def main() -> None:
 
 
 def compile_kernel(name: str, variant: Variant, format: str, capability: int) -> KernelImage:
-    """Compile one kernel of one variant."""
     result = compile_triton(name, variant, format, capability)
     metadata = result.metadata
     if metadata.global_scratch_size:
@@ -77,8 +75,7 @@ def signature(name: str, variant: Variant, parameters: list[str]) -> dict[str, s
 
 
 def alignment(name: str, variant: Variant, parameters: list[str]) -> dict[tuple[int], list[list[object]]]:
-    """Alignment for the compiler: row addresses are multiples of 16 bytes; strides of 16 elements if the head size
-    is."""
+    """Row addresses are multiples of 16 bytes; strides of 16 elements if the head size is."""
     aligned = {"query", "key", "value", "output", "partial", "logsum"}
     if variant.head_dim % 16 == 0:
         aligned |= {f"{tensor}_{axis}" for tensor in ("query", "output") for axis in ("head", "row")}

@@ -15,8 +15,6 @@ HIDDEN = (Pointer(0, "u8"), Pointer(0, "u8"))  # Triton ends every parameter lis
 
 
 class LoadedKernel(NamedTuple):
-    """An image and its CUfunction."""
-
     image: KernelImage
     function: Any
 

@@ -10,9 +10,6 @@ Scores are in units of log2, so that the exponential is one instruction. If this
 TRITON_INTERPRET=1 set, the code runs on host memory, and the process cannot compile it.
 """
 
-# mypy: disable-error-code="no-untyped-def, untyped-decorator"
-# The values of a kernel have no Python types.
-
 from __future__ import annotations
 
 import triton

@@ -69,7 +69,6 @@ def strides(rows: Tensor) -> Strides:
 
 @functools.cache
 def torch_launcher(device: torch.device) -> TorchLauncher:
-    """The launcher of one device."""
     properties = torch.cuda.get_device_properties(device)
     return TorchLauncher(10 * properties.major + properties.minor, properties.multi_processor_count)
 

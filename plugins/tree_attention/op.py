@@ -39,8 +39,7 @@ class SequenceRow(NamedTuple):
 
 
 def function(precision: str, capacity: int, window: int = 0) -> ir.Function:
-    """The body for caches of `capacity` slots (the axis C). window: that of WINDOWED; 0 for NAME. Raises ValueError for
-    an unknown precision."""
+    """The body for caches of `capacity` slots. window: of WINDOWED; 0 for NAME. Raises ValueError for a precision."""
     from .body import FunctionBuilder
 
     if precision not in PRECISIONS:

@@ -91,7 +91,6 @@ class Shape:
 
     @property
     def group(self) -> int:
-        """Query heads per key/value head."""
         return self.heads // self.kv_heads
 
 
@@ -226,8 +225,7 @@ def plan_launch(shape: Shape, multiprocessors: int) -> LaunchPlan:
 
 
 def row_block(packed_rows: int, head_dim: int, dtype: str) -> int:
-    """The block size for T * group packed rows: all of them in one block if registers allow it, so that the cache is
-    read once."""
+    """The block size for T * group packed rows: all in one if registers allow it, to read the cache once."""
     if dtype == "fp32":
         return BLOCK_ROWS
     return min(128 if head_dim <= 64 else 64, max(BLOCK_ROWS, power_of_two(packed_rows)))

@@ -68,8 +68,6 @@ def plugin_classes(trt: ModuleType, launcher_of: Callable[[bytes], Launcher]) ->
     bases = (trt.IPluginV3, trt.IPluginV3OneCore, trt.IPluginV3OneBuildV2, trt.IPluginV3OneRuntime)
 
     class TreeAttentionPlugin(*bases):  # type: ignore[misc]  # the package has no types
-        """One layer's attention."""
-
         def __init__(self, scale: float, library: bytes, variant: Variant | None = None) -> None:
             for base in bases:
                 base.__init__(self)

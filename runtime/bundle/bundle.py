@@ -228,8 +228,7 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
 
 
 def stamp(file: Path) -> Stamp:
-    """The file's Stamp. Raises BundleError unless it is a plain file: a link could lead out of the bundle, and a pipe
-    would block its reader."""
+    """The file's Stamp. Raises BundleError unless it is plain: a link could lead out, and a pipe blocks its reader."""
     try:
         found = file.lstat()
     except OSError as error:
@@ -254,7 +253,6 @@ def checksum(content: Mapping[str, Any]) -> str:
 
 
 def spec_fields(spec: EngineSpec) -> dict[str, Any]:
-    """JSON-ready content of a spec."""
     plan = None if spec.plan is None else spec.plan.to_json()
     content = asdict(spec) | {"model": spec.model.to_dict(), "plan": plan}
     for name in ("kept_tokens", "cache_precision", "matrices"):  # older releases read bundles without such fields

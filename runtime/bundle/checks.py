@@ -59,7 +59,6 @@ def check_names(files: Iterable[str]) -> None:
 
 
 def check_numbers(manifest: Manifest) -> None:
-    """Check the numbers that do not belong to a single engine."""
     roles = set(manifest.engines)
     sound = roles in ({TARGET}, set(ROLES)) and roles == set(manifest.parity)
     require(sound, "it does not describe a target, with a draft or without one")

@@ -80,8 +80,7 @@ def read_costs(folder: Path) -> CostModel | None:
 
 
 def fingerprint(manifest: Manifest, provider: str, threads: int, draft_threads: int) -> dict[str, str | int]:
-    """The conditions on which a table depends: processor, cores that this process may use, threads, releases of the
-    backends, provider, the bundle, and the GPU of engines that run on one."""
+    """What a table depends on: processor, its usable cores, threads, backends' releases, provider, bundle, and GPU."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.is_file() else []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
@@ -114,7 +113,6 @@ def assumed_costs(target: EngineSpec, draft: EngineSpec | None, provider: str = 
 
 
 def pass_sizes(spec: EngineSpec) -> PassSizes:
-    """What a pass of an engine reads."""
     matrices = pass_matrices(stored_network(spec))
     return PassSizes(num_weights(matrices), matrix_bytes(spec, matrices), slot_bytes(spec))
 

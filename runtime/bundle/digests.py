@@ -21,14 +21,11 @@ DIGEST = re.compile(r"[0-9a-f]{64}")
 
 
 class FileRecord(NamedTuple):
-    """The expected size and digest of a file of the bundle."""
-
     bytes: int
     sha256: str
 
 
 def file_record(file: Path) -> FileRecord:
-    """Size and digest of a file, which is read."""
     digest = hashlib.sha256()
     with file.open("rb") as handle:
         while block := handle.read(READ_BYTES):
@@ -37,8 +34,7 @@ def file_record(file: Path) -> FileRecord:
 
 
 def known_digest(file: Path) -> str:
-    """The SHA-256 of a plain file, which is read only if it is small or was never read as it is. Raises OSError for
-    others: a pipe would block its reader."""
+    """The SHA-256 of a file, read only if small, or never read as it is. Raises OSError unless it is a plain file."""
     found = file.stat()
     if not stat.S_ISREG(found.st_mode):
         raise OSError("it is no plain file")

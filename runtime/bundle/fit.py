@@ -16,9 +16,8 @@ LOOKUP_LEN = 15  # tokens that a prompt lookup proposes at most where nothing el
 
 
 def fitted(speculative: SpeculativeConfig, bundle: EngineBundle) -> SpeculativeConfig:
-    """The configuration for this bundle's engines. Default limits are lowered to the limits of the engines. Raises
-    ConfigError for explicit settings beyond them, and for settings of a draft where the bundle has none. There "auto"
-    becomes prompt lookup."""
+    """The configuration for this bundle's engines: default limits are lowered to theirs, and without a draft "auto"
+    becomes prompt lookup. Raises ConfigError for explicit settings beyond them, and for a draft's without one."""
     if not isinstance(speculative, SpeculativeConfig):
         fix = "write SpeculativeConfig(...), or None for plain decoding"
         raise ConfigError(f"speculative must be a SpeculativeConfig, not {shown(speculative)}: {fix}")
@@ -31,8 +30,7 @@ def fitted(speculative: SpeculativeConfig, bundle: EngineBundle) -> SpeculativeC
 
 
 def without_draft(speculative: SpeculativeConfig, max_width: int) -> SpeculativeConfig:
-    """The configuration for a bundle without a draft, whose target scores up to `max_width` rows in a pass. Raises
-    ConfigError if it needs a draft."""
+    """The configuration without a draft, for passes of up to `max_width` rows. Raises ConfigError if it needs one."""
     if not speculative.drafts:
         return speculative
     settings = {name: getattr(speculative, name) for name in WITHOUT_DRAFT}
@@ -50,8 +48,7 @@ def without_draft(speculative: SpeculativeConfig, max_width: int) -> Speculative
 
 
 def lower_defaults(speculative: SpeculativeConfig, bundle: EngineBundle) -> dict[str, Any]:
-    """The defaults to change: the target's pass must hold the root and all tokens of a proposal, and the draft's cache
-    every node that the draft scores in a round."""
+    """The defaults to change: a target's pass must hold a proposal and its root, a draft's cache what it scores."""
     target = bundle.manifest.engines[TARGET]
     if not speculative.drafts:
         return lowered(speculative, {"lookup_len": target.max_width - 1})

@@ -1,5 +1,4 @@
-"""The keywords of vLLM's `LLM`: what each means here. One without a meaning is a warning, or an error that names the
-fix."""
+"""The keywords of vLLM's `LLM`: one without a meaning here is a warning, or an error that names the fix."""
 
 from __future__ import annotations
 

@@ -64,7 +64,6 @@ def staging_folder(output: Path, marker: str, refusal: type[DraftwoodError]) -> 
 
 
 def advice(error: OSError, otherwise: str) -> str:
-    """Advice for a file that cannot be written."""
     return "free some space" if error.errno in NO_ROOM else otherwise
 
 
@@ -112,8 +111,7 @@ def replaceable(output: Path, marker: str) -> bool:
 
 
 def move_into_place(staging: Path, output: Path) -> None:
-    """Rename `staging` to `output`. An older folder is renamed first, and restored if the second rename fails or is
-    interrupted."""
+    """Rename `staging` to `output`. An older folder is renamed first, and restored if this does not succeed."""
     if not output.exists():
         staging.rename(output)
         return

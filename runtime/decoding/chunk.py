@@ -20,9 +20,8 @@ SCORED_ROWS = 16
 
 
 class TokenLogprob(NamedTuple):
-    """The natural log-probability of a token under the target's unprocessed distribution, or, with a structured output,
-    under this distribution over the allowed tokens alone. top: the log-probabilities of the most probable tokens, by
-    token id."""
+    """The natural log-probability of a token under the target's unprocessed distribution, with a structured output over
+    the allowed tokens alone. top: those of the most probable tokens, by token id."""
 
     token_id: int
     logprob: float
@@ -30,10 +29,9 @@ class TokenLogprob(NamedTuple):
 
 
 class TokenChunk(NamedTuple):
-    """The tokens of one round. The first `num_drafted` come from the accepted proposal. The last token comes from the
-    target, unless the end of the text cut the round. finish_reason: None while more chunks follow, else STOP,
-    COMPLETE or LENGTH. prompt_logprobs: of every token of the prompt, None for the first one; only in the first chunk,
-    and only if the request wants them."""
+    """The tokens of one round: `num_drafted` accepted ones, then one of the target's, unless the end of the text cut
+    the round. finish_reason: None while more chunks follow, else STOP, COMPLETE or LENGTH. prompt_logprobs: of every
+    token of the prompt, None for the first one; only in the first chunk, and only if the request wants them."""
 
     token_ids: list[int]
     num_drafted: int
@@ -56,9 +54,8 @@ def output_logprobs(
 
 
 def read_prompt(engine: Engine, cache: KVCache, prompt: Sequence[int], count: int) -> Passes[list[TokenLogprob | None]]:
-    """Append a prompt without its last token to an empty cache. Returns the log-probability of each of its tokens, with
-    `count` alternatives; None for the first token, before which there is nothing. Rows of other texts are not reused,
-    because their logits are not kept."""
+    """Append a prompt without its last token to an empty cache. Returns the log-probability of each token, None for the
+    first, with `count` alternatives. Rows of other texts are not reused, because their logits are not kept."""
     found: list[TokenLogprob | None] = [None]
     while (start := len(found) - 1) < len(prompt) - 1:
         chunk = prompt[start : min(start + SCORED_ROWS, start + engine.spec.max_width, len(prompt) - 1)]

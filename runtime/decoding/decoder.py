@@ -1,5 +1,4 @@
-"""SpeculativeDecoder: decodes a prompt of token ids in rounds of propose, verify, commit and learn. Each round yields a
-chunk of token ids."""
+"""SpeculativeDecoder: decodes a prompt in rounds of propose, verify, commit and learn, each of which yields a chunk."""
 
 from __future__ import annotations
 
@@ -176,8 +175,7 @@ class SpeculativeDecoder:
         return rules_of(self._config, None if plan is None else plan.limits, request.greedy)
 
     def _whole_shape(self, request: RequestState, plan: RoundPlan | None, rules: Rules | None) -> RoundShape | None:
-        """The shape of the next round if an engine runs it as a whole; None if the host runs it pass by pass. No other
-        place decides this."""
+        """The shape of the next round if an engine runs it as a whole; None if the host does. Only this decides it."""
         rounds, proposer = request.rounds, request.proposer
         if rounds is None or proposer is None or rules is None or proposer.outgrown:
             return None
@@ -289,7 +287,6 @@ class SpeculativeDecoder:
         return output, end_before_nothing(tree, rules.verify(tree, scored, streams))
 
     def _record(self, stats: SpecDecodeStats, request: RequestState, outcome: Outcome) -> None:
-        """Add a round to the request's counts."""
         stats.target_passes += 1
         stats.target_seconds = request.scoring.seconds
         if outcome.plan is not None:

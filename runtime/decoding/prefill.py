@@ -60,8 +60,7 @@ class PrefillLimit:
 
     def admit(self, waiting: Sequence[tuple[Work, bool]], waited: float) -> list[bool]:
         """Whether each of these passes may be part of the next one. waiting: with each, whether it is one of a running
-        text that reads no prompt. waited: seconds that such texts have waited for prompts, at most, since their last
-        chunks."""
+        text that reads no prompt. waited: the most seconds since such a text's last chunk."""
         texts = [work for work, writes in waiting if writes]
         admitted: list[bool] = []
         prompts: list[Work] = []

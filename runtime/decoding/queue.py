@@ -101,17 +101,14 @@ class FairQueue(Generic[R]):
             )
 
     def _count_waiting(self, client: Hashable) -> int:
-        """The number of waiting requests of a client."""
         return sum(map(len, self._waiting.get(client, {}).values()))
 
     def rotate(self, request: R) -> None:
-        """Let a running request run after all other running requests."""
         self.running.remove(request)
         self.running.append(request)
 
     def remove(self, request: R) -> None:
-        """Remove a running or waiting request; the next waiting request is admitted. Raises ValueError when the request
-        is neither running nor waiting."""
+        """Remove a request, and admit the next waiting one. Raises ValueError unless it is running or waiting."""
         if request in self.running:
             self.running.remove(request)
         else:

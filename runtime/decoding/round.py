@@ -97,8 +97,7 @@ def target_probabilities(
 def describe_round(
     outcome: Outcome, sampler: Sampler, kept: int, finish_reason: str | None, seconds: tuple[float, float, float]
 ) -> Round:
-    """The round in the form that an observer receives. kept: tokens of it that the text keeps. seconds: in draft and
-    target, and on the host."""
+    """The round as an observer receives it. kept: tokens that the text keeps. seconds: in draft, target and host."""
     _, _, _, logits, acceptance, token_ids, proposal = outcome
     assert proposal is not None, "the host runs the rounds that are observed"
     probs = target_probabilities(proposal.tree, logits, acceptance, sampler)

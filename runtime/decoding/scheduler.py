@@ -79,16 +79,14 @@ class Scheduler(Generic[C]):
             self.queue.remove(request)
 
     def close(self) -> None:
-        """Free the caches of the pools."""
         for pool in self.pools:
             pool.close()
 
     def run(
         self, requests: Sequence[Request[C]], stopped: Callable[[], bool] | None = None
     ) -> Generator[tuple[Request[C], C], None, None]:
-        """Yield the chunks of these requests in the order of their computation. The first error of one is raised. An
-        error, or the end of the iteration by the caller, ends all requests; so does `stopped`, which is called before
-        each pass, when it returns True."""
+        """Yield the chunks of these requests as they are computed. The first error of one is raised. It ends all
+        requests, as do the end of the iteration by the caller, and `stopped`, called before each pass, with True."""
         try:
             for request in requests:
                 self.add(request)
@@ -129,9 +127,8 @@ class Scheduler(Generic[C]):
             yield from self._advance(request, output)
 
     def _start(self, running: Sequence[Request[C]]) -> Iterator[Event[C]]:
-        """Start the waiting requests for which there are free slots, in the order of admission, and prepare the next
-        passes over prompts: rows that a cache already holds are taken over, and passes that others would wait for are
-        split."""
+        """Start the waiting requests for which there are free slots, in the order of admission. Of the next passes over
+        prompts, rows that a cache holds are taken over, and those that others would wait for are split."""
         started = [request for request in running if request.started]
         if not started and self._slot_limit != self.slots.slots:  # memory may be free again
             self._set_slot_limit(self.slots.slots)
@@ -265,7 +262,6 @@ class Scheduler(Generic[C]):
                 yield self._fail(request, out_of_memory())
 
     def _set_slot_limit(self, slots: int | None) -> None:
-        """Set the most slots that all requests together may use."""
         self._slot_limit = slots
         for pool in self.pools:
             pool.set_limit(None if slots is None else slots + self.slots.padding)

@@ -21,8 +21,6 @@ from .whole_rounds import settings_of, uniforms_of
 
 
 class RequestState:
-    """What the rounds of one request know and change."""
-
     # Set once the request has its caches.
     cache: KVCache
     proposer: DraftProposer | None = None
@@ -68,8 +66,7 @@ class RequestState:
         return self.tokens[-1]
 
     def look_up(self, most: int) -> list[int]:
-        """What the structured output forces, or else what a prompt lookup finds: up to `most` tokens, as far as the
-        structured output allows them."""
+        """Up to `most` tokens, as the structured output forces or allows them: forced ones, else a prompt lookup's."""
         if self.lookup is None:
             return []
         forced = self.sampler.processing.forced()[: self.lookup.length]
@@ -90,8 +87,7 @@ class RequestState:
             self.controller.observe(plan, acceptance.rows, choices_of(tree, acceptance.rows))
 
     def time_pass(self, rows: int) -> None:
-        """Tell the controller how long the target took for its last pass, which had so many rows, and the draft for
-        those before it."""
+        """Tell the controller what the target took for its last pass, of `rows`, and the draft for those before it."""
         if self.controller is None:
             return
         self.controller.observe_pass(rows, self.scoring.latest)
@@ -101,8 +97,7 @@ class RequestState:
                 self.controller.observe_draft(drafted, seconds)
 
     def cut(self, token_ids: Sequence[int]) -> tuple[int, str | None]:
-        """How many of a round's tokens the text keeps, and the finish reason if it ends there. A text may end inside an
-        accepted path."""
+        """How many of a round's tokens the text keeps, perhaps a part of a path; and the finish reason if it ends."""
         endings, processing = self._endings, self.sampler.processing
         if len(token_ids) < self.tokens_left and endings.isdisjoint(token_ids) and not processing.is_constrained:
             return len(token_ids), None

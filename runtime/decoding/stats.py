@@ -10,8 +10,7 @@ from ..speculation.planning.controller import RoundPlan
 
 
 class SpeculationSwitch(NamedTuple):
-    """A switch between speculation and plain decoding. token: the number of output tokens before it. reason: a sentence
-    with the expected gain of the best proposal over plain decoding."""
+    """A switch to or from speculation. token: output tokens before it. reason: the expected gain, in a sentence."""
 
     token: int
     speculating: bool

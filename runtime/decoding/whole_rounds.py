@@ -32,10 +32,9 @@ NO_LOGITS: NDArray[np.float32] = np.zeros((0, 0), np.float32)
 def run_whole(
     rounds: Rounds, proposer: DraftProposer, request: RequestState, plan: RoundPlan | None, shape: RoundShape
 ) -> Works[Outcome]:
-    """Run a round of this shape, measure it, and learn from it."""
     begin, draws = perf_counter(), None
     if request.draws is not None:
-        draws = draws_of(shape, shape.most_draws, request.draws, request.uniforms, request.calibration)
+        draws = draws_of(shape, request.draws, request.uniforms, request.calibration)
     found: RoundOutcome = yield rounds.round(shape, proposer.pending, draws)
     if found.seconds is None:
         request.scoring.add(perf_counter() - begin)
@@ -95,23 +94,17 @@ def is_cut(settings: DrawSettings | SamplingParams) -> bool:
 def shape_of(
     shape: RoundShape | None, settings: DrawSettings | None, tokens_left: int, may_end: bool
 ) -> RoundShape | None:
-    """The shape of a whole round with these settings; None if there is none for it. may_end: whether the tree may end
-    before its last layer."""
+    """The shape of a whole round, None if there is none. may_end: whether the tree may end before its last layer."""
     if shape is None or shape.depth >= tokens_left or not (may_end or shape.fills_layers):
         return None
     return shape._replace(is_cut=True) if settings is not None and is_cut(settings) else shape
 
 
 def draws_of(
-    shape: RoundShape,
-    most: tuple[int, int, int],
-    settings: DrawSettings,
-    uniforms: Sequence[HasUniforms],
-    calibration: Calibration | None = None,
+    shape: RoundShape, settings: DrawSettings, uniforms: Sequence[HasUniforms], calibration: Calibration | None = None
 ) -> RoundDraws:
-    """What a round above temperature 0 may draw with. most: see Rounds.most_draws. uniforms: of draft, tests and
-    target. calibration: the estimates of a drawn tree."""
-    (draft, tests, last), (drawn, tested, chosen) = uniforms, most
+    """What a round draws with. uniforms: of draft, tests and target. calibration: the estimates of a drawn tree."""
+    (draft, tests, last), (drawn, tested, chosen) = uniforms, shape.most_draws
     estimates = calibration.logs() if calibration is not None and shape.is_tree else NO_ESTIMATES
     return RoundDraws(settings, draft.ahead(drawn), tests.ahead(tested), last.ahead(chosen), estimates)
 

@@ -9,7 +9,6 @@ import platform
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
@@ -18,6 +17,7 @@ from ...models.bindings import ADDITIVE, BITS, COMPACT, EXPORTED, FP8, HALF, INT
 from ...models.config import LlamaConfig
 from ...models.errors import EngineError
 from ...models.layers import EMBEDDING, Matrix, Network, network_of
+from ...models.release import version_of
 from ...plugins.installation import install
 from ...plugins.native.cache import check_available, kernel_identity
 from ...plugins.native.compile import CompilerError
@@ -46,8 +46,7 @@ class Choice(NamedTuple):
 
 
 class Opening(NamedTuple):
-    """Options for opening an engine. threads: 0 lets the backend choose. private: whether weights are copied into
-    memory instead of mapped from the file."""
+    """threads: 0 lets the backend choose. private: whether weights are copied into memory instead of mapped."""
 
     threads: int = 0
     provider: str = CPU
@@ -130,13 +129,11 @@ def open_tensorrt(path: Path, spec: EngineSpec, how: Opening) -> Engine:
 
 
 def check_onnxruntime(plan: TensorRTPlan | None) -> None:
-    """See Backend.check_machine."""
     if find_spec("onnxruntime") is None:
         raise EngineError(f"onnxruntime is not installed: {install('onnxruntime')}")
 
 
 def check_native(plan: TensorRTPlan | None) -> None:
-    """See Backend.check_machine."""
     try:
         check_available()
     except (CompilerError, KernelError) as error:
@@ -144,7 +141,6 @@ def check_native(plan: TensorRTPlan | None) -> None:
 
 
 def check_tensorrt(plan: TensorRTPlan | None) -> None:
-    """See Backend.check_machine."""
     from .static.tensorrt import open_device
 
     if plan is not None:
@@ -155,16 +151,6 @@ def check_no_file(path: Path, spec: EngineSpec) -> None:
     """Check nothing: only TensorRT can read a plan."""
 
 
-def release_of(*packages: str) -> str | None:
-    """The version of the first package that is installed."""
-    for package in packages:
-        try:
-            return version(package)
-        except PackageNotFoundError:
-            continue
-    return None
-
-
 ONNXRUNTIME = Backend(
     name="onnxruntime",
     precisions=("fp32", *EXPORTED),
@@ -172,7 +158,7 @@ ONNXRUNTIME = Backend(
     open=open_onnxruntime,
     check_file=check_graph,
     check_machine=check_onnxruntime,
-    release=lambda: release_of("onnxruntime-gpu", "onnxruntime"),  # either provides the module
+    release=lambda: version_of("onnxruntime-gpu", "onnxruntime"),  # either provides the module
     blocks=dict.fromkeys(EXPORTED, 32),
     prompt_widths=(96, 128, 192, 256),  # its kernels are most efficient with many rows
     providers=("cpu", "cuda"),
@@ -205,7 +191,7 @@ TENSORRT = Backend(
     open=open_tensorrt,
     check_file=check_no_file,
     check_machine=check_tensorrt,
-    release=lambda: release_of("tensorrt"),
+    release=lambda: version_of("tensorrt"),
     blocks=dict.fromkeys((*EXPORTED, FP8), 128),
     form=COMPACT,
     grows=False,
@@ -213,7 +199,7 @@ TENSORRT = Backend(
     providers=("cpu", "cuda"),
     maps=False,
 )
-TENSORRT_RTX = replace(TENSORRT, name="tensorrt-rtx", release=lambda: release_of("tensorrt-rtx"))
+TENSORRT_RTX = replace(TENSORRT, name="tensorrt-rtx", release=lambda: version_of("tensorrt-rtx"))
 BACKENDS = {each.name: each for each in (ONNXRUNTIME, NATIVE, TENSORRT, TENSORRT_RTX)}
 AUTO = "auto"  # a build's default: `choose_backend`
 COMPILED = tuple(each.name for each in BACKENDS.values() if each.is_compiled)
@@ -285,7 +271,6 @@ def slot_bytes(spec: EngineSpec) -> int:
 
 
 def format_of_weight(spec: EngineSpec) -> str:
-    """How a weight of the matrices is stored, in words."""
     backend = describe_backend(spec.backend)
     if (most := backend.blocks.get(spec.precision)) is None:
         return spec.precision

@@ -287,8 +287,7 @@ class Engine(ABC):
         return ()
 
     def recall(self, work: Pass) -> Pass | None:
-        """Let the pass's cache take over rows that the engine already holds. Returns the pass over the other rows, or
-        None when no row is left."""
+        """Let the cache take over rows that the engine holds. Returns the pass over the others, None without any."""
         return work
 
     def set_limit(self, slots: int | None) -> None:  # noqa: B027 - most engines share no slots
@@ -310,7 +309,6 @@ class Runner(Engine):
     """An engine that cannot join several passes into one. A subclass implements `score`."""
 
     def forward(self, passes: Sequence[Pass]) -> list[ForwardOutput]:
-        """See Engine.forward."""
         return [
             self.score(each.batch if each.output_read else replace(each.batch, cache_only=True), each.cache)
             for each in passes
@@ -339,5 +337,4 @@ def check_cache(cache: KVCache, kind: type[C]) -> C:
 
 
 def closed_error(spec: EngineSpec) -> EngineError:
-    """The error of a pass on a closed engine."""
     return EngineError(f"the {spec.role} engine was closed")

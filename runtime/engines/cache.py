@@ -44,8 +44,7 @@ class Storage(KVCache, Protocol):
 
 
 class GrowingKVCache(ABC):
-    """A KVCache with contiguous rows, whose slots are allocated as they are needed. A subclass implements allocation,
-    copying and release of the memory."""
+    """A Storage with contiguous rows. A subclass implements allocation, copying and release of the memory."""
 
     places = False  # see Storage
 
@@ -63,7 +62,6 @@ class GrowingKVCache(ABC):
         """The number of allocated slots."""
 
     def limit(self, slots: int) -> None:
-        """See Storage.limit."""
         self._limit = slots
 
     def commit(self, slots: Sequence[int]) -> None:
@@ -86,27 +84,22 @@ class GrowingKVCache(ABC):
         self.speculative = 0
 
     def truncate(self, length: int) -> None:
-        """See KVCache.truncate."""
         self.length = min(self.length, length)
         self.speculative = 0
 
     def close(self) -> None:
-        """See KVCache.close."""
         if not self._closed:
             self._free()
         self._closed, self.length, self.speculative = True, 0, 0
 
     def drop(self, slots: int) -> None:
-        """See Storage.drop."""
         self.speculative = min(self.speculative, slots - self.length)
 
     def compact(self, slots: NDArray[np.int64]) -> None:
-        """See Storage.compact."""
         self.move(self.length + slots, self.length)
         self.speculative = len(slots)
 
     def shrink(self, capacity: int) -> None:
-        """See Storage.shrink."""
         used = self.length + self.speculative
         self._replace(min(max(capacity, used, FIRST_CAPACITY), self._limit), used)
 
@@ -198,7 +191,6 @@ class StackedKVCache(GrowingKVCache):
 
     @property
     def capacity(self) -> int:
-        """See GrowingKVCache.capacity."""
         return int(self.buffer.shape[3])
 
     def _resize(self, capacity: int, used: int) -> None:
@@ -207,7 +199,6 @@ class StackedKVCache(GrowingKVCache):
         self.buffer[:, :, :, :used] = old[:, :, :, :used]
 
     def move(self, rows: NDArray[np.int64], first: int) -> None:
-        """See Storage.move."""
         self.buffer[:, 0, :, first : first + len(rows)] = self.buffer[:, 0][:, :, rows]
 
     def _free(self) -> None:
@@ -215,8 +206,7 @@ class StackedKVCache(GrowingKVCache):
 
 
 def check_mask(spec: EngineSpec, mask: NDArray[np.bool_], speculative: int) -> None:
-    """Raises EngineError when a mask [W, S] fits no pass of this engine after `speculative` earlier speculative
-    rows."""
+    """Raises EngineError when a mask [W, S] fits no pass after `speculative` earlier speculative rows."""
     width, columns = mask.shape
     if width not in spec.pass_widths or columns != speculative + width:
         compiled = ", ".join(map(str, spec.pass_widths))

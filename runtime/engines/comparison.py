@@ -37,7 +37,6 @@ class Comparison:
 
     @property
     def described(self) -> str:
-        """A clause that says the result."""
         found = zip(self.rows, self.ratios, strict=True)
         ratios = ", ".join(f"{ratio:.2f} at {rows} row{'s' * (rows > 1)}" for rows, ratio in found)
         return f"the time of {self.backend} for a layer, over that of {self.other}, is {ratios}"

@@ -36,8 +36,7 @@ class Kernel(NamedTuple):
 
 
 class TensorRTPlan(NamedTuple):
-    """The GPU, package and shapes that a TensorRT plan was compiled for. families: the optimisation profiles, in the
-    plan's order."""
+    """What a TensorRT plan was compiled for. families: the optimisation profiles, in the plan's order."""
 
     package: str  # one of PACKAGES
     version: str  # of the package; the plan runs with this version only
@@ -49,7 +48,6 @@ class TensorRTPlan(NamedTuple):
     executed: bool  # False: the build machine could not run the plan, and the parity check ran its ONNX graph instead
 
     def to_json(self) -> dict[str, Any]:
-        """JSON-ready content."""
         return self._asdict() | {
             "kernel": None if self.kernel is None else self.kernel._asdict(),
             "families": [family._asdict() for family in self.families],

@@ -1,5 +1,4 @@
-"""Conversion of a batch into the inputs of an exported graph, in the additive or the compact form of the mask, and of
-the graph's outputs into a ForwardOutput."""
+"""Conversion of a batch into a graph's inputs, with an additive or compact mask, and of outputs into ForwardOutput."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""What NVIDIA's driver says about this machine's GPUs. The driver's library is called directly: no package is needed,
-and what is asked here takes milliseconds."""
+"""What NVIDIA's driver says about this machine's GPUs, asked directly: without a package, and in milliseconds."""
 
 from __future__ import annotations
 
@@ -66,7 +65,6 @@ def gpu(driver: Any, number: int) -> Gpu:
 
 
 def load(library: str) -> Any:
-    """The driver's library, initialised."""
     try:
         driver = ctypes.CDLL(library)
     except OSError as error:

@@ -53,8 +53,7 @@ class TensorSlice(NamedTuple):
 
 
 class Layout(NamedTuple):
-    """Tensors by name, each at an aligned offset. They are in the order of their offsets, so a copy may end within the
-    last tensor."""
+    """Tensors by name, each at an aligned offset, in this order, so a copy may end within the last one."""
 
     fields: Mapping[str, TensorSlice]
     nbytes: int
@@ -130,5 +129,4 @@ def check_growth(spec: EngineSpec, capacity: int) -> None:
 
 
 def align(nbytes: int) -> int:
-    """Round a number of bytes up to a multiple of ALIGNMENT."""
     return -(-nbytes // ALIGNMENT) * ALIGNMENT

@@ -73,8 +73,7 @@ def read_group_limit(folder: Path, limit: str, usage: str, reclaimable: str) -> 
 
 
 def group_folders(root: Path, controller: str) -> Iterator[Path]:
-    """The folders of a controller's group and of its parents, of both versions. Within a container only the mount point
-    itself is visible."""
+    """The folders of a group and its parents, of both versions. A container sees no more than the mount point."""
     for line in read_lines(root / "proc/self/cgroup"):
         number, controllers, path = line.split(":", 2)
         mount = root / "sys/fs/cgroup"

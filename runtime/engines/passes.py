@@ -46,9 +46,8 @@ def prefill_passes(
     settings: SoftmaxSettings | None = None,
     states: NDArray[np.float32] | None = None,
 ) -> Passes[ForwardOutput | None]:
-    """Append committed text to a cache in chunks. Returns the output of the last pass, which holds the last token's
-    row; None for empty text. The output may also be None when `output_read` is False. settings: of the softmax of that
-    row. states: see TokenBatch."""
+    """Append committed text to a cache in chunks. Returns the last pass's output, with the last token's row; None for
+    empty text, and perhaps if `output_read` is False. settings: of the softmax of that row. states: see TokenBatch."""
     output, end, of_prompt = None, 0, len(token_ids) > PENDING
     while end < len(token_ids):
         chunk = token_ids[end : end + engine.spec.chunk_size(len(token_ids) - end)]

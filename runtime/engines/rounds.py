@@ -31,8 +31,7 @@ class RoundShape(NamedTuple):
 
     @property
     def fills_layers(self) -> bool:
-        """Whether the last layers probably get nodes, too. A deeper tree of so few tokens mostly ends before; only the
-        host then saves the remaining passes."""
+        """Whether the last layers probably get nodes. Else the tree mostly ends before, and the host saves passes."""
         return self.depth <= 2 + self.size // self.width
 
     @property
@@ -73,9 +72,8 @@ class DrawSettings(NamedTuple):
 
 
 class RoundDraws(NamedTuple):
-    """What a round above temperature 0 draws with. draft, tests, last: uniform numbers, see RoundShape.most_draws.
-    estimates: log a and log (1 - a) of a drawn token's estimated acceptance a, by its rank and the bin of its
-    probability."""
+    """draft, tests, last: uniform numbers, see RoundShape.most_draws. estimates: log a and log (1 - a) of a drawn
+    token's estimated acceptance a, by its rank and the bin of its probability."""
 
     settings: DrawSettings
     draft: array[float]
@@ -110,13 +108,11 @@ class Rounds(ABC):
 
     @abstractmethod
     def fits(self, shape: RoundShape, num_pending: int) -> bool:
-        """Whether a round of this shape can run now. num_pending: tokens that the draft has not read, the root
-        included."""
+        """Whether a round of this shape can run now. num_pending: tokens that the draft has not read, with the root."""
 
     @abstractmethod
     def round(self, shape: RoundShape, pending: Sequence[int], draws: RoundDraws | None = None) -> WholeRound:
-        """A round to run. pending: the tokens that the draft has not read; the last one is the root. draws: None at
-        temperature 0."""
+        """pending: the tokens that the draft has not read; the last one is the root. draws: None at temperature 0."""
 
     @abstractmethod
     def close(self) -> None:
@@ -157,7 +153,6 @@ class WholeRound(NamedTuple):
         return len(self.pending)
 
     def run(self) -> RoundOutcome:
-        """Run it by itself."""
         return self.engine.forward([self])[0]
 
 

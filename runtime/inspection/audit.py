@@ -17,6 +17,7 @@ from ..prompt import Prompt
 from ..sampling.params import SamplingParams
 from ..sampling.random import seeded_streams
 from ..sampling.sampler import Sampler
+from ..speculation.growers.baseline import log
 
 NOISE = 1e-3  # greatest difference of logits between passes of different widths, whose sums have different orders
 
@@ -99,8 +100,3 @@ def compare(
     if position < len(token_ids):
         return AuditReport(False, position, position, token_ids[position], None)
     return AuditReport(True, position)
-
-
-def log(probability: float) -> float:
-    """Natural logarithm; -inf for zero."""
-    return float(np.log(probability)) if probability > 0 else -np.inf

@@ -18,8 +18,6 @@ ACCEPTED, REJECTED, NOT_SENT = "accepted", "rejected", "not sent"
 
 
 class DraftedNode(NamedTuple):
-    """One node of a round's graph."""
-
     node: int
     token_id: int
     text: str
@@ -42,8 +40,6 @@ class MergeEdge(NamedTuple):
 
 
 class ExplainedRound(NamedTuple):
-    """One round."""
-
     nodes: list[DraftedNode]  # in creation order, the root first
     merge_edges: list[MergeEdge]
     path: list[int]  # the accepted nodes in order, below the root
@@ -98,15 +94,13 @@ class RoundRecorder:
     """Collects the rounds of one request. Pass `observe` to `LLM.generate` or `LLM.stream`."""
 
     def __init__(self, text_of: Callable[[int], str], max_nodes: float = math.inf) -> None:
-        """text_of: a token's text by its id, see `token_texts`. max_nodes: later rounds are left out, and the settings
-        of the explanation say so."""
+        """text_of: see `token_texts`. max_nodes: later rounds are left out, and the explanation's settings say so."""
         self._text_of = text_of
         self._nodes_left = max_nodes
         self.rounds: list[ExplainedRound] = []
 
     def observe(self, round: Round) -> bool:
-        """Add a round. Only numbers of its nodes are kept, no distributions. Returns whether further rounds are left
-        out."""
+        """Add a round: numbers of its nodes, no distributions. Returns whether further rounds are left out."""
         tree, graph = round.proposal.tree, round.proposal.graph
         self._nodes_left -= len(graph.tokens)
         if self._nodes_left < 0:
@@ -164,8 +158,7 @@ class RoundRecorder:
 
 
 def draft_probability(graph: TokenGraph, parent: int, edge: Edge, ranked: bool) -> float | None:
-    """The draft's probability of an edge's token. None for a given token, and for growers that store no probabilities.
-    ranked: whether the graph's values are log-probabilities."""
+    """The draft's probability of a token, None if unknown or given. ranked: the graph has log-probabilities."""
     if edge.looked_up:
         return None
     if parent in graph.draft_probs:

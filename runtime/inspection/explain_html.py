@@ -78,7 +78,6 @@ def lay_out(round: ExplainedRound) -> GraphLayout:
 
 
 def to_html(explanation: Explanation) -> str:
-    """The page."""
     return "".join(parts(explanation))
 
 
@@ -159,7 +158,6 @@ def section(number: int, round: ExplainedRound) -> str:
 
 
 def drawing(round: ExplainedRound) -> str:
-    """The SVG of one graph."""
     layout = lay_out(round)
     path = {ROOT, *round.path}
     steps = set(zip([ROOT, *round.path], round.path, strict=False))  # accepted edges
@@ -222,7 +220,6 @@ def curve(start: Place, end: Place, kind: str, tooltip: str = "") -> str:
 
 
 def about(node: DraftedNode) -> str:
-    """The tooltip of a node."""
     if node.node == ROOT:
         return f"token {node.token_id}, the last of the text so far"
     source = "looked up in the text" if node.given else f"q {exact(node.draft_prob)}"

@@ -1,7 +1,5 @@
 """The style sheet of an explanation's page; colours follow the reader's light or dark setting."""
 
-from __future__ import annotations
-
 STYLE = """
 :root { --page: #fbfbfa; --card: #fff; --ink: #1c2024; --soft: #667079; --line: #d9dde1; --good: #1a7f4b;
   --good-fill: #e3f5ea; --own: #8a4b00; --own-fill: #fdf0dc; --merge: #7a4fd0; --q: #3b82d6; --p: #e08a1e; }

@@ -8,12 +8,12 @@ from __future__ import annotations
 import ctypes
 import re
 from collections.abc import Callable, Mapping, Sequence
-from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
 
 from ...models.errors import EngineError
+from ...models.release import version_of
 from ...plugins.installation import install
 from ..engines.backends import NATIVE, ONNXRUNTIME, TENSORRT, TENSORRT_RTX, Backend
 from ..engines.compatibility import RTX_COMPUTE_CAPABILITIES
@@ -29,8 +29,6 @@ PACKAGES = (CPU_PACKAGE, GPU_PACKAGE, TENSORRT.name, TENSORRT_RTX.name, BINDINGS
 
 
 class Surroundings(NamedTuple):
-    """Facts of a machine."""
-
     versions: Mapping[str, str]  # of the installed packages of PACKAGES
     obstacles: Mapping[str, str | None]  # of the backends for CPUs, by name; None where there is none
     driver: Driver | str  # NVIDIA's, or why there is none, with the fix
@@ -39,8 +37,6 @@ class Surroundings(NamedTuple):
 
 
 class Ability(NamedTuple):
-    """An engine on a machine."""
-
     engine: str
     found: str  # what it has here
     obstacles: tuple[str, ...]  # what keeps it from running, each with the fix
@@ -154,13 +150,12 @@ def gpu_of(here: Surroundings, oldest: tuple[int, int], cuda: int | None = CUDA_
 
 
 def look_around() -> Surroundings:
-    """The facts of this machine."""
     driver: Driver | str
     try:
         driver = find_driver()
     except EngineError as error:
         driver = str(error)
-    versions = {package: found for package in PACKAGES if (found := installed(package)) is not None}
+    versions = {package: found for package in PACKAGES if (found := version_of(package)) is not None}
     obstacles = {backend.name: obstacle_of(backend) for backend in (NATIVE, ONNXRUNTIME)}
     missing = [name for name in CUDA_LIBRARIES if not is_library(name)]
     return Surroundings(versions, obstacles, driver, cuda_of_torch(), missing)
@@ -172,13 +167,6 @@ def obstacle_of(backend: Backend) -> str | None:
     except EngineError as error:
         return str(error)
     return None
-
-
-def installed(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
 
 
 def cuda_of_torch() -> str | None:

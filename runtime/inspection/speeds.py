@@ -29,8 +29,6 @@ class Run(NamedTuple):
 
 
 class Row(NamedTuple):
-    """One configuration's figures."""
-
     config: str
     mean_acceptance_length: float
     acceptance_rate: float

@@ -9,10 +9,10 @@ from functools import partial
 from numbers import Real
 from pathlib import Path
 from time import monotonic
-from types import TracebackType
 from typing import Any
 from uuid import uuid4
 
+from ...models.closing import Closing
 from ...models.errors import ConfigError, RequestError, shown
 from ..bundle.watch import BundleWatch
 from ..decoding.prefill import MAX_PAUSE_MS
@@ -37,7 +37,7 @@ __all__ = ["AsyncLLM", "DeadlineError", "QueueFullError", "RequestStream", "Shut
 MAX_WAITING = 64  # default number of waiting requests
 
 
-class AsyncLLM(EngineThread):
+class AsyncLLM(EngineThread, Closing):
     """Runs the requests of many asyncio tasks over one LLM. Several requests share a pass where the engines' caches
     allow it.
 
@@ -88,7 +88,7 @@ class AsyncLLM(EngineThread):
             super().__init__(llm, scheduler)
             watch = BundleWatch(llm.bundle)
             self.watchers.append(lambda: watch.trouble)
-            self._texts = TextThreads()
+            self.texts = TextThreads()  # that encode texts
             self._draining = False
             self._opened = opened.pop_all()  # what `close` closes
         self._thread.start()
@@ -119,17 +119,17 @@ class AsyncLLM(EngineThread):
         """LLM.encode, or `encode_infill`, in another thread. Long texts are encoded one at a time, those of a client in
         its turn, and short texts do not wait for them. Also raises ShutdownError."""
         if isinstance(prompt, Infill):
-            return await self._texts.compute(partial(self.llm.encode_infill, prompt), prompt.size, client)
+            return await self.texts.compute(partial(self.llm.encode_infill, prompt), prompt.size, client)
         plain = plain_prompt(prompt)
         size = len(plain.encode("utf-8", "surrogatepass")) if isinstance(plain, str) else len(plain)
-        return await self._texts.compute(partial(self.llm.encode, plain), size, client)
+        return await self.texts.compute(partial(self.llm.encode, plain), size, client)
 
     async def encode_chat(
         self, messages: Sequence[Mapping[str, Any]], settings: ChatSettings = ASKED, client: str | None = None
     ) -> list[int]:
         """LLM.encode_chat in another thread. Cancelling the task ends the chat template's process."""
-        text = await self._texts.write(lambda given_up: self.llm.write_chat(messages, given_up, settings), client)
-        return await self._texts.compute(partial(self.llm.encode_written, text), len(text), client)
+        text = await self.texts.write(lambda given_up: self.llm.write_chat(messages, given_up, settings), client)
+        return await self.texts.compute(partial(self.llm.encode_written, text), len(text), client)
 
     async def prepare(self, params: SamplingParams, client: str | None = None) -> Prepared:
         """LLM.prepare in other threads, for all choices of a call. Cancelling the task gives the grammar up."""
@@ -137,17 +137,12 @@ class AsyncLLM(EngineThread):
         sequences, grammar = list[list[int]](), None
         if words:
             tokenized = partial(token_sequences, self.llm.tokenizer, words)
-            sequences = await self._texts.compute(tokenized, sum(map(len, words)), client)
+            sequences = await self.texts.compute(tokenized, sum(map(len, words)), client)
         if form is not None:
             # A kept grammar waits for no grammar that is compiled.
-            grammar = await self._texts.compute(lambda _: self.llm.grammars.find(form), 0, client)
-            grammar = grammar or await self._texts.compile(partial(self.llm.grammars.compile, form), client)
+            grammar = await self.texts.compute(lambda _: self.llm.grammars.find(form), 0, client)
+            grammar = grammar or await self.texts.compile(partial(self.llm.grammars.compile, form), client)
         return Prepared(grammar, sequences)
-
-    @property
-    def texts(self) -> TextThreads:
-        """The threads that encode texts."""
-        return self._texts
 
     def max_tokens_behind(self, prompt: Sequence[int]) -> int:
         """The largest max_tokens that the memory allows for a prompt. The context length may end a text earlier."""
@@ -203,8 +198,7 @@ class AsyncLLM(EngineThread):
         return stream
 
     def abort(self, request_id: str) -> bool:
-        """End a request before its next round. The finish_reason of its last chunk is "abort". Returns whether a
-        request of this id exists."""
+        """End a request before its next round, with the finish_reason "abort". Returns whether there is such a one."""
         with self._scheduler.changed:
             found = [request for request in self._scheduler.queue if request.id == request_id]
         for request in found:
@@ -233,19 +227,10 @@ class AsyncLLM(EngineThread):
         return await asyncio.to_thread(wait)
 
     def close(self) -> None:
-        """End every request with a ShutdownError, and the engine's thread after its present pass. Calls that wait for
-        the encoding of a text raise ShutdownError at once."""
-        self._texts.close()
+        """End the engine's thread after its pass, and with a ShutdownError every request and every call that waits."""
+        self.texts.close()
         self._stop()
         self._opened.close()
-
-    def __enter__(self) -> AsyncLLM:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
 
 def checked_seconds(deadline_s: Any) -> float:

@@ -1,5 +1,4 @@
-"""EngineThread: the thread that runs the scheduler of a server's requests. Every request gets a last chunk or an error,
-also when the thread fails."""
+"""EngineThread: runs a server's scheduler. Every request gets a last chunk or an error, even if the thread fails."""
 
 from __future__ import annotations
 
@@ -56,7 +55,6 @@ class EngineThread:
         self._thread.join()
 
     def _run(self) -> None:
-        """The main function of the thread."""
         failure: BaseException = ShutdownError("the server stopped before this text was finished")
         try:
             while self._wait():
@@ -70,7 +68,6 @@ class EngineThread:
             self._end_all(to_exception(failure))
 
     def _end_all(self, failure: Exception) -> None:
-        """End every running and waiting request with `failure`."""
         with self._scheduler.changed:
             self._closed = True
             for request in self._scheduler.queue:
@@ -113,7 +110,6 @@ class EngineThread:
                 self._fail(request, shortage)
 
     def _record(self, request: Request[StreamChunk], chunk: StreamChunk) -> None:
-        """Record a successful round in the metrics and in the engine's health."""
         self._health.record_round()
         now, counted = monotonic(), DraftCounts.of(chunk.stats)
         since = request.arrived if request.last_round is None else request.last_round
@@ -124,7 +120,6 @@ class EngineThread:
         request.counted, request.last_round = counted, now
 
     def _fail(self, request: Request[StreamChunk], error: BaseException) -> None:
-        """End a request because of an error in its round."""
         failure = drop_frames(error)
         self._health.record_failure(failure, request.call)
         self._end(request, "error", failure)

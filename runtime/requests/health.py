@@ -33,7 +33,6 @@ class EngineHealth:
             self._began = None
 
     def record_round(self) -> None:
-        """Record a successful round of any request."""
         if self._failed:
             self._failed = set()
 
@@ -45,8 +44,7 @@ class EngineHealth:
 
     @property
     def trouble(self) -> str | None:
-        """The reason why the engine does not serve requests. None while it does, and again after the next successful
-        round."""
+        """Why the engine serves no requests. None while it does, and again after the next successful round."""
         began = self._began
         if began is not None and monotonic() - began > MAX_PASS_SECONDS:
             return f"stuck: a pass has taken more than {MAX_PASS_SECONDS:g} s"

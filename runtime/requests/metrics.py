@@ -83,7 +83,6 @@ class ServingMetrics:
         self._times = {name: Histogram(boundaries) for name, (_, boundaries) in HISTOGRAMS.items()}
 
     def record_start(self, prompt_tokens: int, queue_seconds: float) -> None:
-        """Count a request that left the queue."""
         with self._lock:
             self._add(PROMPT_TOKENS, prompt_tokens)
             self._observe(QUEUE, queue_seconds)
@@ -137,8 +136,6 @@ class ServingMetrics:
 
 
 class Values(NamedTuple):
-    """The metrics of one model at one time."""
-
     gauges: Mapping[str, float]
     counts: Mapping[str, Mapping[Any, int]]  # of each counter, by the values of its label; without one, by None
     times: Mapping[str, Histogram]

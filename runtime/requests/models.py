@@ -31,7 +31,7 @@ class NotOpened(DraftwoodError):
 
 
 class Opener(NamedTuple):
-    """How a model is opened. num_bytes: of its files."""
+    """num_bytes: of its files."""
 
     open: Callable[[], AsyncLLM]
     num_bytes: int
@@ -81,8 +81,7 @@ class Models:
 
     @asynccontextmanager
     async def using(self, name: str) -> AsyncIterator[AsyncLLM]:
-        """A model, opened if it is not, which stays open inside. Raises KeyError for an unknown name, NotOpened,
-        OutOfMemoryError and ShutdownError."""
+        """A model, open inside. Raises KeyError for an unknown name, NotOpened, OutOfMemoryError and ShutdownError."""
         model = self._models[name]
         if model.llm is None or model.closing:
             await self._wait(model)
@@ -196,13 +195,11 @@ class Models:
         return written(values)
 
     async def drain(self, timeout_s: float | None = None) -> bool:
-        """See AsyncLLM.drain."""
         self._draining = True
         open_ones = [model.llm for model in self._loaded if model.llm is not None]
         return all(await asyncio.gather(*(llm.drain(timeout_s) for llm in open_ones)))
 
     def close(self) -> None:
-        """Close every open model."""
         for model in self._loaded:
             if model.llm is not None:
                 model.llm.close()

@@ -102,8 +102,7 @@ def deliver(
     delivered: asyncio.Queue[StreamChunk | Exception],
     item: StreamChunk | Exception,
 ) -> None:
-    """Put an item into the queue of a request's consumer, in its event loop. Raises MemoryError when memory stays short
-    for several seconds."""
+    """Put an item into a consumer's queue, in its event loop. Raises MemoryError if memory is short for seconds."""
     for attempt in range(DELIVERIES):
         try:
             loop.call_soon_threadsafe(delivered.put_nowait, item)

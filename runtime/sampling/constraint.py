@@ -1,5 +1,4 @@
-"""Constraint: the tokens that a grammar allows after a text. PathMasks: the tokens that it allows after every path of a
-proposal."""
+"""Constraint: the tokens that a grammar allows after a text. PathMasks: the same after every path of a proposal."""
 
 from __future__ import annotations
 
@@ -38,8 +37,7 @@ class Constraint(Protocol):
 
 
 class PathMasks:
-    """The masks of one request. A path is the list of tokens from the committed text to a node. Each path's mask is
-    computed once."""
+    """The masks of one request, each computed once. A path is the list of tokens from the committed text to a node."""
 
     def __init__(self, constraint: Constraint) -> None:
         self._constraint = constraint
@@ -47,8 +45,7 @@ class PathMasks:
         self._masks: dict[tuple[int, ...], NDArray[np.bool_] | None] = {}
 
     def after(self, path: Sequence[int]) -> NDArray[np.bool_] | None:
-        """Whether each token [V] may follow a path. None if the grammar says nothing there: the text has ended before,
-        or a token of the path is not allowed."""
+        """Whether each token [V] may follow a path. None where the text has ended before, or may not go that way."""
         key = tuple(path)
         if key not in self._masks:
             follows = self._move(key) and not self._constraint.ended
@@ -60,7 +57,6 @@ class PathMasks:
         return self._move(path) and self._constraint.ended
 
     def forced(self) -> list[int]:
-        """See Constraint: what probably follows the committed text."""
         return self._constraint.forced() if self._move(()) and not self._constraint.ended else []
 
     def commit(self, tokens: Sequence[int]) -> None:

@@ -24,8 +24,7 @@ class DeadEndError(RequestError):
 
 
 class Processing:
-    """The state of one request. A path is the list of tokens from the committed text to a node. output: the committed
-    tokens."""
+    """A path is the list of tokens from the committed text to a node. output: the committed tokens."""
 
     def __init__(
         self,
@@ -69,7 +68,6 @@ class Processing:
         return self._changes or self._min_tokens > len(self.output)
 
     def commit(self, tokens: Sequence[int]) -> None:
-        """Append tokens to the output."""
         if self._masks is not None:
             self._masks.commit(tokens)
         self.output.extend(tokens)
@@ -77,8 +75,7 @@ class Processing:
             self._counts[token] += 1
 
     def apply(self, logits: NDArray[np.float32], path: Sequence[int]) -> NDArray[np.floating[Any]]:
-        """The changed logits [V] after `path`; float64 unless only masks change them. All may be -inf, see
-        `checked`."""
+        """The changed logits [V] after `path`; float64 unless only masks change them. All may be -inf."""
         changed = self._changed(logits, path) if self.changes_logits else logits
         return masked(changed, self._mask(path))
 

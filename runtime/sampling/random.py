@@ -63,7 +63,6 @@ class SeededStream(HasUniforms):
         return bool(self._next() < probability)
 
     def ahead(self, count: int) -> array[float]:
-        """See HasUniforms.ahead."""
         end = self._used + count
         if end > len(self._numbers):
             del self._numbers[: self._used]
@@ -72,7 +71,6 @@ class SeededStream(HasUniforms):
         return self._numbers[self._used : end]
 
     def skip(self, count: int) -> None:
-        """See HasUniforms.skip."""
         if self._used + count > len(self._numbers):
             self.ahead(count)
         self._used += count
@@ -86,8 +84,7 @@ class SeededStream(HasUniforms):
 
 
 class RandomStreams(NamedTuple):
-    """Separate streams, so that the number of draws of one part never changes the draws of another part (I16 of
-    docs/papers.md)."""
+    """The draws of one part never change those of another part (I16 of docs/papers.md)."""
 
     draft: RandomStream
     accept: RandomStream

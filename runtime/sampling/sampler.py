@@ -19,7 +19,7 @@ from .params import SamplingParams, require
 from .processing import DeadEndError, Processing
 from .random import RandomStream
 from .softmax import NumpySoftmax, Softmax, SoftmaxSettings, best
-from .weights import NOTHING, DeadEnd, KeptWeights, Weights
+from .weights import NOTHING, DeadEnd, Floats, KeptWeights, Weights
 
 NEGLIGIBLE = 1e-4  # share of the most probable token's probability; drafts without these tokens are accepted as often
 LIKELY = 12.0  # nats below the most probable token; sorting only these tokens is nearly always enough
@@ -59,8 +59,7 @@ class Sampler:
         constraint: Constraint | None = None,
         bad_words: Sequence[Sequence[int]] = (),
     ) -> None:
-        """constraint: the grammar of `params.structured`, at its beginning. bad_words: the token sequences of
-        `params.bad_words`."""
+        """constraint: `params.structured`, at its beginning. bad_words: the token sequences of `params.bad_words`."""
         for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
             largest_id = max(map(int, getattr(params, name) or ()), default=0)
             require(name, largest_id, largest_id < vocab_size, f"below the vocabulary size {vocab_size}")
@@ -69,7 +68,7 @@ class Sampler:
         self.follows_path = self.processing.follows_path  # whether logits change depending on earlier tokens
         self._vocab_size = vocab_size
         self._softmax: Softmax = NumpySoftmax()
-        self._buffers: list[NDArray[np.floating[Any]]] = []  # [V], one for each path length
+        self._buffers: list[Floats] = []  # [V], one for each path length
         # Asked for every row: whether tokens are left out, whether by their order, and the least share of likely ones.
         self._top_k = params.top_k if params.top_k < vocab_size else 0  # 0: every token
         self.truncates_by_order = self._top_k > 0 or params.top_p < 1
@@ -88,15 +87,13 @@ class Sampler:
         self._softmax, self._buffers = softmax, []
 
     def commit(self, tokens: Sequence[int]) -> None:
-        """Append tokens to the output."""
         self.processing.commit(tokens)
         if self.follows_path:  # it may end with `min_tokens`, and never begins later
             self.follows_path = self.processing.follows_path
 
     @property
     def settings(self) -> SoftmaxSettings | None:
-        """What `choose` and `weights` will ask of the softmax of a row of logits; None if an engine cannot know it in
-        its pass, because the request changes the logits first."""
+        """What `choose` and `weights` will ask of a row's softmax; None if the request changes the logits first."""
         return None if self.follows_path else self._settings
 
     @property
@@ -168,20 +165,20 @@ class Sampler:
 
     def _scored(
         self, logits: NDArray[np.float32], path: Sequence[int], softmax: Softmax | None = None
-    ) -> tuple[NDArray[np.floating[Any]], Softmax]:
+    ) -> tuple[Floats, Softmax]:
         """Logits [V] after processing, if the request has any, and the softmax to use on them: the one that `weights`
         was given, unless they have changed. Raises RequestError if no token is left, DeadEndError after a path."""
         if self.follows_path:
             return self.processing.apply_checked(logits, path), self._softmax
         return logits, softmax or self._softmax
 
-    def _buffer(self, path: Sequence[int]) -> NDArray[np.floating[Any]]:
+    def _buffer(self, path: Sequence[int]) -> Floats:
         """A buffer [V] for the row after `path`. Verifiers use at most one row of each path length at a time."""
         while len(self._buffers) <= len(path):
             self._buffers.append(np.empty(self._vocab_size, self._softmax.dtype))
         return self._buffers[len(path)]
 
-    def _truncate(self, scores: NDArray[np.floating[Any]], softmax: Softmax, path: Sequence[int]) -> Candidates:
+    def _truncate(self, scores: Floats, softmax: Softmax, path: Sequence[int]) -> Candidates:
         """The distribution of processed scores [V] after temperature, min-p, top-k and top-p; if greedy, the best token
         alone. Only likely tokens are sorted, which is nearly always enough. softmax: of these scores."""
         params = self.params
@@ -237,15 +234,14 @@ class ScoredRows:
 
 
 def settings_by(temperature: float, top_p: float, top_k: int, min_p: float) -> SoftmaxSettings:
-    """What the choice of a token with these settings asks of the softmax of a row. top_k: 0 where it keeps all
-    tokens."""
+    """What these settings ask of the softmax of a row. top_k: 0 where it keeps all tokens."""
     if not temperature:
         return SoftmaxSettings(0.0, False, 0.0)
     share = min_p or (NEGLIGIBLE if top_k > 0 or top_p < 1 else 0.0)
     return SoftmaxSettings(temperature, not (min_p > 0 or top_k > 0), share)
 
 
-def top(scores: NDArray[np.floating[Any]], likely: NDArray[np.int64], count: int) -> NDArray[np.int64]:
+def top(scores: Floats, likely: NDArray[np.int64], count: int) -> NDArray[np.int64]:
     """Indices, ascending, of the `count` largest scores; the first of equal scores are taken. likely: ascending, of
     scores that are larger than all others; those of all others are looked at only where these are too few."""
     if len(likely) < count:
@@ -254,7 +250,7 @@ def top(scores: NDArray[np.floating[Any]], likely: NDArray[np.int64], count: int
     return likely[at_least(values, np.partition(values, -count)[-count], count)]
 
 
-def log_softmax(scores: NDArray[np.floating[Any]]) -> NDArray[np.float64]:
+def log_softmax(scores: Floats) -> NDArray[np.float64]:
     """Log-probabilities [V]."""
     logprobs: NDArray[np.float64] = scores.astype(np.float64)
     logprobs -= logprobs.max()
@@ -262,7 +258,7 @@ def log_softmax(scores: NDArray[np.floating[Any]]) -> NDArray[np.float64]:
     return logprobs
 
 
-def largest(scores: NDArray[np.floating[Any]], count: int) -> NDArray[np.int64]:
+def largest(scores: Floats, count: int) -> NDArray[np.int64]:
     """Indices of the `count` largest scores, best first; the earlier of equal scores comes first."""
     if not count:
         return np.zeros(0, np.int64)
@@ -285,9 +281,8 @@ def nucleus(weights: NDArray[np.float64], mass: float) -> NDArray[np.int64]:
     return at_least(weights, descending[count - 1], count)
 
 
-def at_least(weights: NDArray[np.floating[Any]], least: np.floating[Any], count: int) -> NDArray[np.int64]:
-    """Indices, ascending, of the `count` largest weights that are at least `least`; the first of equal weights are
-    taken."""
+def at_least(weights: Floats, least: np.floating[Any], count: int) -> NDArray[np.int64]:
+    """Indices, ascending, of the `count` largest weights that are at least `least`; of equal ones the first."""
     places = (weights >= least).nonzero()[0]
     surplus = len(places) - count
     return np.delete(places, (weights[places] == least).nonzero()[0][-surplus:]) if surplus else places

@@ -14,7 +14,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...models.errors import EngineError
-from .weights import NumpyWeights, Weights
+from .weights import Floats, NumpyWeights, Weights
+
+Likely = tuple[NDArray[np.int64], NDArray[np.float64]]  # ids [K], ascending, and weights [K]
 
 NO_NUMBERS = (
     "the model computed a logit that is NaN or infinite: its weights are damaged, or too large for their type; build "
@@ -23,9 +25,8 @@ NO_NUMBERS = (
 
 
 class SoftmaxSettings(NamedTuple):
-    """What a request will ask of the softmax of a row: at this temperature the weights of all tokens, if `weights`, and
-    the tokens that are at least `share` times as probable as the best one, if `share` is above 0. At temperature 0 the
-    best token alone."""
+    """What a request asks of a row's softmax: at this temperature the weights of all tokens, if `weights`, and those at
+    least `share` times as probable as the best one, if `share` is above 0; at temperature 0 the best token."""
 
     temperature: float
     weights: bool
@@ -38,25 +39,19 @@ class Softmax(Protocol):
 
     dtype: type[np.floating[Any]]
 
-    def best(self, logits: NDArray[np.floating[Any]]) -> int:
+    def best(self, logits: Floats) -> int:
         """The most probable token, the first of equal ones."""
 
-    def weights(
-        self, logits: NDArray[np.floating[Any]], temperature: float, values: NDArray[np.floating[Any]]
-    ) -> Weights:
+    def weights(self, logits: Floats, temperature: float, values: Floats) -> Weights:
         """exp((logits - max) / temperature). values: a buffer [V] for them."""
 
-    def likely(
-        self, logits: NDArray[np.floating[Any]], temperature: float, share: float
-    ) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+    def likely(self, logits: Floats, temperature: float, share: float) -> Likely:
         """The tokens that are at least `share` times as probable as the most probable one: ids [K], ascending, and
         their weights [K], which may be a view that is valid until the engine's next pass."""
 
 
 @runtime_checkable
 class HasSoftmax(Protocol):
-    """An engine with a softmax of its own."""
-
     @property
     def softmax(self) -> Softmax: ...
 
@@ -66,14 +61,10 @@ class NumpySoftmax:
 
     dtype: type[np.floating[Any]] = np.float64
 
-    def best(self, logits: NDArray[np.floating[Any]]) -> int:
-        """See Softmax.best."""
+    def best(self, logits: Floats) -> int:
         return best(logits)
 
-    def weights(
-        self, logits: NDArray[np.floating[Any]], temperature: float, values: NDArray[np.floating[Any]]
-    ) -> Weights:
-        """See Softmax.weights."""
+    def weights(self, logits: Floats, temperature: float, values: Floats) -> Weights:
         peak = float(logits[best(logits)])
         with np.errstate(over="ignore"):  # a difference may become -inf; its weight is then 0
             # In float64 for any dtype of `values`, because 0 / 1e-46 is 0 / 0 in float32.
@@ -82,10 +73,7 @@ class NumpySoftmax:
         np.exp(values, out=values)
         return NumpyWeights(float(values.sum(dtype=np.float64)), values)
 
-    def likely(
-        self, logits: NDArray[np.floating[Any]], temperature: float, share: float
-    ) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-        """See Softmax.likely."""
+    def likely(self, logits: Floats, temperature: float, share: float) -> Likely:
         peak = float(logits[best(logits)])
         lowest = -float(np.finfo(logits.dtype).max)  # a token at -inf is never likely
         ids = (logits >= max(peak + temperature * math.log(share), lowest)).nonzero()[0]
@@ -93,9 +81,8 @@ class NumpySoftmax:
             return ids, np.exp((logits[ids].astype(np.float64) - peak) / temperature)
 
 
-def best(logits: NDArray[np.floating[Any]]) -> int:
-    """The index of the largest logit, the first of equal ones. Raises EngineError if this logit is infinite, or if any
-    logit is NaN."""
+def best(logits: Floats) -> int:
+    """The first largest logit's index. Raises EngineError if this logit is infinite, or if any logit is NaN."""
     place = int(logits.argmax())  # the index of the first NaN, if there is one
     if not math.isfinite(logits[place]):
         raise EngineError(NO_NUMBERS)

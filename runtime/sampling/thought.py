@@ -1,5 +1,4 @@
-"""Thought: how a text may begin with a thought. ThoughtConstraint: bounds the thought, and holds the form of the text
-back until the thought has ended."""
+"""Thought: how a text may begin. ThoughtConstraint: bounds it, and holds the form of the text back until its end."""
 
 from __future__ import annotations
 
@@ -22,8 +21,7 @@ class Thought:
     budget: int | None = None  # the most tokens between both; 0: the text has no thought
 
     def count(self, tokens: Sequence[int]) -> tuple[int, Thought | None]:
-        """How many of the next tokens belong to the thought, the marks included, and what is left of it; None behind
-        it."""
+        """How many of the next tokens belong to the thought with its marks, and what is left of it; None behind it."""
         if not tokens or self.begun or tokens[0] == self.opens:
             found = self.closes in tokens
             rest = None if found else replace(self, begun=self.begun or bool(tokens))
@@ -46,11 +44,9 @@ class ThoughtConstraint:
 
     @property
     def ended(self) -> bool:
-        """See Constraint."""
         return self._answers and self._form is not None and self._form.ended
 
     def allowed(self) -> NDArray[np.bool_]:
-        """See Constraint."""
         if not (self._answers or self._undecided):
             return self._close if self._is_spent else self._inside
         lawful = self._any if self._form is None else self._form.allowed()
@@ -60,7 +56,6 @@ class ThoughtConstraint:
         return lawful
 
     def advance(self, token: int) -> bool:
-        """See Constraint."""
         if self._answers or (self._undecided and token != self._thought.opens):
             advanced = self._form is None or self._form.advance(token)
             self._answers |= advanced
@@ -73,7 +68,6 @@ class ThoughtConstraint:
         return True
 
     def roll_back(self, count: int) -> None:
-        """See Constraint."""
         behind = min(count, self._tail)
         if self._form is not None and behind:
             self._form.roll_back(behind)
@@ -82,7 +76,6 @@ class ThoughtConstraint:
         self._answers = self._answers and count == behind and bool(self._tail or self._head)
 
     def forced(self) -> list[int]:
-        """See Constraint."""
         if self._answers:
             return [] if self._form is None else self._form.forced()
         return [self._thought.closes] if not self._undecided and self._is_spent else []

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from .random import RandomStream
 
+Floats = NDArray[np.floating[Any]]  # of any size
 NOTHING = -1  # in place of a token: nothing may follow
 CANCELLED = 1e-6  # a difference below this share of its operands has lost too many digits
 
@@ -38,31 +39,28 @@ class Weights(Protocol):
     def total(self) -> float: ...
 
     @property
-    def values(self) -> NDArray[np.floating[Any]]:
+    def values(self) -> Floats:
         """Those of all tokens [V], in a buffer that the next call overwrites."""
 
     def draw(self, stream: RandomStream) -> int:
         """Draw a token; the values are then overwritten."""
 
     def residual(self, ids: NDArray[np.int64]) -> Residual:
-        """R before any rejection. ids int64 [K], ascending: all tokens that may be offered. The values are
-        overwritten."""
+        """R before any rejection. ids int64 [K], ascending: what may be offered. Overwrites the values."""
 
 
 class NumpyWeights(NamedTuple):
     """Weights whose values [V] are known."""
 
     total: float
-    values: NDArray[np.floating[Any]]
+    values: Floats
 
     def draw(self, stream: RandomStream) -> int:
-        """See Weights.draw."""
         values = self.values
         values /= self.total
         return stream.categorical(values)
 
     def residual(self, ids: NDArray[np.int64]) -> Residual:
-        """See Weights.residual."""
         return NumpyResidual(self, ids)
 
 
@@ -81,7 +79,6 @@ class NumpyResidual:
         self._R_others = rest / (weight + rest)  # R of all other tokens together
 
     def reject(self, offered: NDArray[np.float64], pi: float = 1.0) -> float:
-        """See Residual.reject."""
         excess = np.maximum(pi * self.probs - offered, 0.0)
         others = pi * self._R_others
         S = float(excess.sum()) + others
@@ -91,22 +88,20 @@ class NumpyResidual:
         return S / (S + (1.0 - pi))
 
     def draw(self, stream: RandomStream) -> int:
-        """See Residual.draw."""
         R = self._others()
         if self._weight > 0:
             R *= self._R_others / self._weight
         R[self._ids] = self.probs
         return stream.categorical(R)
 
-    def _others(self) -> NDArray[np.floating[Any]]:
+    def _others(self) -> Floats:
         """The weights of all tokens [V] that are not offered, zero at the others."""
         self._values[self._ids] = 0.0
         return self._values
 
 
 class KeptWeights(NamedTuple):
-    """Probabilities of those tokens alone that truncation keeps: ids int64 [K], ascending, and probs float64 [K].
-    size: of the vocabulary, V."""
+    """The tokens that truncation keeps: ids int64 [K], ascending, and probs float64 [K]. size: of the vocabulary, V."""
 
     ids: NDArray[np.int64]
     probs: NDArray[np.float64]
@@ -114,22 +109,18 @@ class KeptWeights(NamedTuple):
 
     @property
     def total(self) -> float:
-        """See Weights.total."""
         return 1.0
 
     @property
-    def values(self) -> NDArray[np.floating[Any]]:
-        """See Weights.values."""
+    def values(self) -> Floats:
         values = np.zeros(self.size)
         values[self.ids] = self.probs
         return values
 
     def draw(self, stream: RandomStream) -> int:
-        """See Weights.draw."""
         return self.ids.item(stream.categorical(self.probs))
 
     def residual(self, ids: NDArray[np.int64]) -> KeptResidual:
-        """See Weights.residual."""
         return KeptResidual(self, ids)
 
 
@@ -144,13 +135,11 @@ class KeptResidual:
         self._update()
 
     def reject(self, offered: NDArray[np.float64], pi: float = 1.0) -> float:
-        """See Residual.reject."""
         pi = self._R.reject(offered[self._offered], pi)
         self._update()
         return pi
 
     def draw(self, stream: RandomStream) -> int:
-        """See Residual.draw."""
         return self._ids.item(self._R.draw(stream))
 
     def _update(self) -> None:
@@ -168,11 +157,9 @@ class DeadEnd:
         self.values = self.probs = np.zeros(count)
 
     def draw(self, stream: RandomStream) -> int:
-        """See Weights.draw."""
         return NOTHING
 
     def residual(self, ids: NDArray[np.int64]) -> DeadEnd:
-        """See Weights.residual."""
         return DeadEnd(len(ids))
 
     def reject(self, offered: NDArray[np.float64], pi: float = 1.0) -> float:

@@ -86,8 +86,7 @@ def check_bounds(settings: Mapping[str, Any], error: type[DraftwoodError] = Conf
 
 
 def check_effects(config: Any) -> None:
-    """Raises ConfigError for a setting of a SpeculativeConfig, other than its default, that changes nothing beside the
-    other settings."""
+    """Raises ConfigError for a setting, other than its default, that changes nothing beside the other settings."""
     for name, off in {} if config.drafts else WITHOUT_DRAFT.items():
         if getattr(config, name) not in off:
             raise ConfigError(f"{name}={getattr(config, name)!r} is for a draft's proposals: leave it out")

@@ -1,5 +1,4 @@
-"""SpeculativeConfig: the kind and size of proposals, and their verifier. Combinations that would change the output
-distribution are refused."""
+"""SpeculativeConfig: kind and size of proposals, and their verifier; none that changes the output's distribution."""
 
 from __future__ import annotations
 
@@ -45,8 +44,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
 
 
 class Rules(NamedTuple):
-    """What a round needs of a configuration, at temperature 0 or above; see SpeculativeConfig's methods. grower: of
-    one round, by its greatest depth. stopper: of one round."""
+    """grower: of one round, by its greatest depth. stopper: of one round. See SpeculativeConfig's methods."""
 
     chooses: bool
     ranks: bool
@@ -164,7 +162,6 @@ class SpeculativeConfig:
 
     @property
     def drafts(self) -> bool:
-        """Whether a draft proposes tokens."""
         return self._kind.drafts
 
     @property
@@ -312,8 +309,7 @@ class SpeculativeConfig:
         return PromptLookup(LENGTHS, self._shapes(()).depth) if self.looks_up(greedy) else None
 
     def verifier(self, greedy: bool) -> Verifier:
-        """The verifier for this configuration's proposals. At temperature 0 all verifiers agree, and matching is the
-        cheapest."""
+        """The verifier of the proposals. At temperature 0 all verifiers agree, and matching is the cheapest."""
         return sample_and_match if greedy else VERIFIERS[self._verify]
 
     def ranks(self, greedy: bool) -> bool:

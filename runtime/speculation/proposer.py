@@ -156,9 +156,8 @@ class DraftProposer:
         stream: RandomStream,
         ranking_only: bool = False,
     ) -> Passes[bool]:
-        """Grow `graph` below its root, the last committed token. Returns whether the stopper ended the growth, because
-        it rejected every node of the grower's frontier. ranking_only: neither grower nor stopper reads
-        logits."""
+        """Grow `graph` below its root, the last committed token. Returns whether the stopper ended it, by rejecting the
+        whole frontier. ranking_only: neither grower nor stopper reads logits."""
         if self.outgrown:
             self._first = len(self._text) - self.num_unread
             self.cache.truncate(0)
@@ -210,7 +209,6 @@ class DraftProposer:
         self.cache.commit([self._slots[tree.nodes[row]] for row in rows[:scored]])
 
     def close(self) -> None:
-        """Close the draft's cache."""
         self.cache.close()
 
     def _score(

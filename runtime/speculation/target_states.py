@@ -27,8 +27,7 @@ class TargetStates:
         self._begin = self.end = 0  # tokens before the first state, and before the end
 
     def add(self, start: int, states: States, needed: int) -> None:
-        """The states of the tokens from `start` on; a copy is kept. needed: the first token whose state shall stay;
-        those of the last KEPT tokens stay anyway."""
+        """Copies the states of tokens from `start` on. needed: the first one to stay, as the last KEPT tokens' do."""
         if start != self.end:
             self._parts.clear()
             self._begin = start

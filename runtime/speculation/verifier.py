@@ -154,9 +154,8 @@ def end_before_nothing(tree: TokenTree, acceptance: Acceptance) -> Acceptance:
 def offers_at(
     tree: TokenTree, row: int, children: Sequence[int]
 ) -> tuple[NDArray[np.int64], list[tuple[int, int, NDArray[np.float64]]]]:
-    """The ids [K] of all tokens that may be offered at a row; and for each child the row number, the index of its token
-    in the ids, and D [K], the distribution that it was offered from: the remaining q of a drawn child, or a point mass
-    for a child that was given, not drawn."""
+    """The ids [K] of all tokens that may be offered at a row; and for each child the row number, its token's index in
+    the ids, and D [K], the distribution it was offered from: a drawn child's remaining q, else a point mass."""
     q = tree.draft_probs.get(row, NO_CANDIDATES)
     given = [tree.token_ids[child] for child in children if child in tree.looked_up]
     if not given:

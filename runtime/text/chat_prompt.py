@@ -34,9 +34,8 @@ def write_conversation(
 
 
 def cut_after(text: str, message: str, mark: str) -> str:
-    """The text up to the end of its last message, which a mark and a blank follow, as transformers cuts it: a template
-    that has removed the blank would have removed those at the end of the message. Raises RequestError if the text does
-    not contain the message."""
+    """The text up to the end of its last message, which a mark and a blank follow. As in transformers, a template that
+    has removed the blank would have removed the message's own. Raises RequestError if the message is not there."""
     found = text.rfind(mark)
     before, after = text[:found], text[found + len(mark) :]
     if found < 0 or not before.endswith(message.lstrip()):

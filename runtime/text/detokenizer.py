@@ -109,8 +109,7 @@ class IncrementalDetokenizer:
         return self._tokenizer.decode([*self._context, *self._pending])[len(self._before) :]
 
     def _take(self, text: str) -> str:
-        """The part of `text`, the complete text of the pending tokens, that is not the prompt's and not yet
-        returned."""
+        """The new part of `text`, the complete text of the pending tokens: neither the prompt's nor returned."""
         start = max(self._written, common_prefix(self._prompt_end, text))
         self._written = max(self._written, len(text))
         return text[start:]
@@ -123,8 +122,7 @@ class IncrementalDetokenizer:
         return text[own:]
 
     def _forget(self, text: str) -> None:
-        """Keep only the last of many pending tokens, if they suffice to determine the text that was not returned
-        yet."""
+        """Keep the last of many pending tokens alone, if they suffice for the text that was not returned yet."""
         kept = self._pending[-PENDING_TOKENS // 2 :]
         end = self._tokenizer.decode(kept)
         if not text and self._before:
@@ -146,8 +144,7 @@ def last_tokens(tokenizer: Tokenizer, prompt: Sequence[int]) -> list[int]:
 
 
 def split_unfinished(tokenizer: Tokenizer, tokens: list[int]) -> tuple[list[int], list[int]]:
-    """Split `tokens` in two: tokens that end with a whole character, and the tokens after them, which end inside
-    one."""
+    """Split `tokens` in two: those that end with a whole character, and those after them, which do not."""
     for pending, start in product(range(UNFINISHED + 1), repeat=2):
         end = len(tokens) - pending
         text = tokenizer.decode(tokens[start:end])
@@ -157,8 +154,6 @@ def split_unfinished(tokenizer: Tokenizer, tokens: list[int]) -> tuple[list[int]
 
 
 class StopResult(NamedTuple):
-    """What is certain after a piece of text."""
-
     text: str  # certainly before any stop string
     stopped: str | None  # the stop string that follows `text`, or ends it where stop strings are kept
 
@@ -198,8 +193,7 @@ class StopChecker:
 
 
 class BegunStop:
-    """How much of a stop string stands at the end of a text (Knuth, Morris and Pratt 1977). A letter of the text takes
-    a constant time, also after a stop string that repeats itself."""
+    """How much of a stop string ends a text (Knuth, Morris and Pratt 1977), in a constant time for each letter."""
 
     def __init__(self, stop: str) -> None:
         self._stop, self._size = stop, 0
@@ -220,7 +214,6 @@ class BegunStop:
         return size
 
     def _border(self, size: int) -> int:
-        """An entry of the borders."""
         stop, borders = self._stop, self._borders
         while len(borders) < size:
             border = borders[-1]

@@ -53,8 +53,6 @@ FORMS: tuple[tuple[str | None, ...], ...] = (  # in the order of INFILL
 
 
 class Infilling:
-    """How one model infills."""
-
     def __init__(self, tokenizer: Tokenizer) -> None:
         """Raises RequestError for a model that does not."""
         named = [tokenizer.infill_tokens.get(name) for name in INFILL]

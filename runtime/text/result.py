@@ -124,8 +124,7 @@ def entry_of(known: dict[int, Logprob]) -> dict[int, Any]:
 
 
 def finite(logprob: float) -> float | None:
-    """`logprob`, or vLLM's number instead of -inf, because JSON has no infinity; None for NaN, which stands for the
-    first token of a prompt."""
+    """`logprob`, or vLLM's number for -inf, which JSON lacks; None for NaN, of the first token of a prompt."""
     return None if math.isnan(logprob) else max(logprob, -9999.0)
 
 

@@ -1,6 +1,5 @@
-"""Renders chat templates: a task of `worker.py`. The setting is the Jinja source, and a line contains the variables of
-one conversation. It imports only jinja2 and the standard library, so that it starts quickly and a hostile template can
-reach little."""
+"""Renders chat templates: a task of `worker.py`, set up with the Jinja source; a line has the variables of one
+conversation. Imports only jinja2 and the standard library: it starts quickly, and a hostile template reaches little."""
 
 from __future__ import annotations
 

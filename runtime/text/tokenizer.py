@@ -8,11 +8,11 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from threading import Event
-from types import TracebackType
 from typing import Any
 
 from tokenizers import Tokenizer as TokenizerJson
 
+from ...models.closing import Closing
 from ...models.errors import BundleError, RequestError, shown
 from ...models.plain_files import MAX_TOKENIZER, parse_object, read_object, read_plain
 from . import tokenizer_worker
@@ -34,7 +34,7 @@ ENCODING = Task(Path(tokenizer_worker.__file__), 2, 20.0, 2.0, RequestError)
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 
-class Tokenizer:
+class Tokenizer(Closing):
     """Converts text to token ids and back. May be used from several threads."""
 
     def __init__(
@@ -82,21 +82,12 @@ class Tokenizer:
             if each is not None:
                 each.close()
 
-    def __enter__(self) -> Tokenizer:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
     @property
     def has_chat_template(self) -> bool:
         return bool(self._renderers)
 
     def template_for(self, tools: bool) -> str:
-        """The Jinja source for conversations with or without tools; empty for a model without one. As in transformers,
-        a model may have a template of its own for tools."""
+        """The Jinja source; empty for a model without one. tools: a model may have another, as in transformers."""
         return self.chat_templates.get(self._template_name(tools), "")
 
     def _template_name(self, tools: bool) -> str:
@@ -130,8 +121,7 @@ class Tokenizer:
         return ids
 
     def _encode_apart(self, process: WorkerPool, text: str, special: bool, given_up: Event | None) -> list[int]:
-        """Raises RequestError, with nothing but the reason, if the tokenizer fails, exceeds its limits, or was given
-        up."""
+        """Raises RequestError, the reason alone, if the tokenizer fails, exceeds its limits, or was given up."""
         answer = process.ask([text, special], given_up)
         if "ids" not in answer:
             raise RequestError(answer["error"])
@@ -146,8 +136,7 @@ class Tokenizer:
         return None if self._process is not None else longest_token(self._backend)
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """Text of `token_ids`; invalid UTF-8 becomes U+FFFD. Raises BundleError for tokens at which this tokenizer
-        fails."""
+        """Text of `token_ids`; invalid UTF-8 becomes U+FFFD. Raises BundleError where the tokenizer fails."""
         try:
             text: str = self._backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
         except BaseException as error:
@@ -164,12 +153,10 @@ class Tokenizer:
         return str(self._backend.to_str())
 
     def added_id(self, text: str | None) -> int | None:
-        """The id of the added token with this text, if there is one."""
         index: int | None = None if text is None else self._backend.token_to_id(text)
         return index if index in self.added_token_ids else None
 
     def special_id(self, text: str) -> int | None:
-        """The id of the special token with this text, if there is one."""
         index = self.added_id(text)
         return index if index in self.special_token_ids else None
 
@@ -182,8 +169,7 @@ class Tokenizer:
         return bytes(self._byte_letters[letter] for letter in name) if known else None
 
     def piece(self, token: int) -> bytes:
-        """The bytes of a token of a byte-level tokenizer, as its decoder has them: a name with another letter than
-        those of bytes stands for itself."""
+        """A byte-level token's bytes, as its decoder has them: a name with no byte's letter stands for itself."""
         piece = self._pieces.get(token)
         if piece is None:
             name, letters = self._backend.id_to_token(token) or "", self._byte_letters
@@ -226,9 +212,8 @@ class Tokenizer:
 
 
 def token_sequences(tokenizer: Tokenizer, texts: Sequence[str], given_up: Event | None = None) -> list[list[int]]:
-    """The token sequences by which a text may write each of these texts: at its beginning, and after a blank if this
-    makes another sequence of as many tokens (vLLM's rule of bad words). A text of blanks alone is taken as it is.
-    Raises RequestError."""
+    """The token sequences that may write each of these texts: at a beginning, and after a blank, if by as many tokens
+    (vLLM's rule of bad words). A text of blanks alone is taken as it is. Raises RequestError."""
     found: list[list[int]] = []
     for text in texts:
         word = text.lstrip() or text
@@ -299,8 +284,7 @@ def read_settings(file: Path) -> dict[str, Any]:
 
 
 def read_templates(folder: Path) -> dict[str, str]:
-    """The chat templates of a folder's tokenizer, Jinja sources by name. A file of its own takes the place of those in
-    the settings. Raises BundleError."""
+    """A tokenizer's chat templates, Jinja sources by name; a file's replace the settings'. Raises BundleError."""
     if (folder / TEMPLATE).is_file():
         try:
             return {DEFAULT: (folder / TEMPLATE).read_text(encoding="utf-8")}
@@ -329,9 +313,8 @@ def special_tokens(settings: Mapping[str, Any]) -> dict[str, str]:
 
 
 def token_texts(tokenizer: Tokenizer) -> Callable[[int], str]:
-    """A function from a token id to the token's text. The text keeps the leading space that decoding a single token
-    would drop, also if it is all of the text. Special tokens have their names as text, and bytes that are no character
-    have the vocabulary's form."""
+    """A function from a token id to its text, with the leading space that decoding one token would drop. Special tokens
+    have their names as text, and bytes that are no character have the vocabulary's form."""
     names = {index: name for name, index in tokenizer.vocabulary().items()}
 
     def text_of(token: int) -> str:

@@ -33,8 +33,7 @@ AROUND = ("Sequence", "ByteLevel", "TemplateProcessing", "RobertaProcessing", "B
 
 
 def problems(content: Mapping[str, Any]) -> Iterator[str]:
-    """The known problems of a tokenizer's JSON, each with its fix. The library also reads lists in the place of
-    objects; where that would hide something, an object is demanded."""
+    """A tokenizer's known problems, each with its fix. Lists are refused where one would hide something."""
     model, added = content.get("model"), content.get("added_tokens") or []
     if not isinstance(model, dict) or not isinstance(added, list) or not all(isinstance(each, dict) for each in added):
         yield "its model, or one of its added tokens, is no object: copy the model's own tokenizer"
@@ -86,7 +85,6 @@ def vocabulary_problems(model: Mapping[str, Any], added: Sequence[Mapping[str, A
 
 
 def unigram_texts(vocabulary: Any) -> list[str]:
-    """The texts of a list of pairs of text and score."""
     pairs = vocabulary if isinstance(vocabulary, list) else []
     return [pair[0] for pair in pairs if isinstance(pair, list) and pair and isinstance(pair[0], str)]
 
@@ -176,8 +174,7 @@ def is_proved(content: Mapping[str, Any]) -> bool:
 
 
 def splits_quickly(part: Mapping[str, Any]) -> bool:
-    """Whether a step of a pre-tokenizer only cuts a text, or writes bytes as letters or blanks as such, in a time that
-    grows with the text's length."""
+    """Whether a pre-tokenizer's step only cuts a text, or renames bytes or blanks, in a time linear in its length."""
     if part.get("type") != "Split":
         return part.get("type") in (*CUTTERS, *WRITERS)
     pattern = part.get("pattern")

@@ -63,8 +63,7 @@ def opened(content: str) -> TokenizerJson:
 
 
 def first_problem(backend: TokenizerJson) -> str | None:
-    """Try texts of all kinds, and as many tokens as PROBE_SECONDS allow, between which alone it looks at the clock.
-    Returns where the library panics."""
+    """Try texts of all kinds, and tokens for PROBE_SECONDS, by the clock between them. Returns where it panics."""
     end = monotonic() + PROBE_SECONDS
     ids = sorted(backend.get_vocab(with_added_tokens=True).values())
     added = [token.content for token in backend.get_added_tokens_decoder().values()]
@@ -96,8 +95,7 @@ def first_problem(backend: TokenizerJson) -> str | None:
 
 
 def attempt(backend: TokenizerJson, text: str) -> None:
-    """Encode a text with and without special tokens. Ordinary errors are ignored: they are errors of the text. Panics
-    are not."""
+    """Encode a text with and without special tokens. Ordinary errors are the text's, and ignored; panics are not."""
     for special in (True, False):
         try:
             backend.encode(text, add_special_tokens=special)

@@ -23,8 +23,6 @@ TEXT, BEGINNING, ARGUMENTS, AFTER, REST = range(5)
 
 
 class CallPart(NamedTuple):
-    """A part of a call."""
-
     number: int  # of the call in its answer, from 0 on
     id: str | None  # in the call's first part, as the name is; else None
     name: str | None
@@ -166,7 +164,6 @@ class ToolCallReader:
             self._found.append(CallPart(index, id, name, arguments))
 
     def _write_held(self, end: int) -> None:
-        """Add the held text up to here."""
         self._write(self._held[self._start : end])
         self._start = end
 

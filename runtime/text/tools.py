@@ -64,9 +64,8 @@ def tool_format(template: str) -> ToolFormat | None:
 
 
 def explained(messages: Sequence[Mapping[str, Any]], tools: Sequence[Tool]) -> list[dict[str, Any]]:
-    """A conversation for a template that knows no tools: INSTRUCTION stands in the system message, and calls and
-    results are text. The results of neighbouring tool messages are one message, because many templates require that
-    user and assistant take turns."""
+    """A conversation for a template without tools: INSTRUCTION stands in the system message, and calls and results are
+    text, those of neighbouring tool messages one, because many templates require that user and assistant take turns."""
     written: list[dict[str, Any]] = []
     for message in messages:
         plain = {name: value for name, value in message.items() if name not in ("tool_calls", "tool_call_id")}
@@ -88,8 +87,7 @@ def explained(messages: Sequence[Mapping[str, Any]], tools: Sequence[Tool]) -> l
 
 
 def call_text(function: Mapping[str, Any]) -> str:
-    """A call in the format HERMES. function: {"name", "arguments"}; the arguments are an object, or text that is no
-    JSON."""
+    """A call in the format HERMES. function: {"name", "arguments"}, these an object, or text that is no JSON."""
     name, arguments = json.dumps(function["name"]), function["arguments"]
     written = arguments if isinstance(arguments, str) else json.dumps(arguments)
     return f'{HERMES.opens}\n{{"name": {name}, "{HERMES.arguments}": {written}}}\n{HERMES.closes}'

@@ -22,7 +22,6 @@ from typing import Any
 
 
 def main() -> None:
-    """Answer lines until the input ends."""
     # Signals that stop the server go to its whole process group, but the server still finishes accepted requests.
     for ignored in (signal.SIGINT, signal.SIGTERM, getattr(signal, "SIGHUP", signal.SIGTERM)):
         signal.signal(ignored, signal.SIG_IGN)

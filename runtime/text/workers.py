@@ -44,8 +44,7 @@ class Task(NamedTuple):
 
 
 class WorkerPool:
-    """May be used from several threads, which get a process in the order of their calls. `close` ends the processes; so
-    does the end of the object."""
+    """Threads get a process in the order of their calls. `close`, or the end of the object, ends the processes."""
 
     def __init__(self, task: Task, setting: Any) -> None:
         """setting: for `prepare` of the task, as JSON has it."""

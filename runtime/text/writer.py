@@ -81,8 +81,7 @@ class TextWriter:
     def _until_stop(
         self, checker: StopChecker, pieces: Sequence[TextPiece], ends: bool
     ) -> tuple[int | None, list[TextPiece]]:
-        """The place of the piece that completes a stop string, and the pieces of the text that is final. ends: whether
-        no text follows."""
+        """The piece that completes a stop string, and the pieces of final text. ends: whether no text follows."""
         released = ""
         for place, piece in enumerate(pieces):
             self._count += 1

@@ -1,5 +1,4 @@
-"""Draftwood's public names: those of `draftwood.runtime`, and the version. `import draftwood` loads nothing of it: a
-name is looked up at its first use."""
+"""Draftwood's public names: those of `draftwood.runtime`, each loaded at its first use, and the version."""
 
 from __future__ import annotations
 

@@ -109,7 +109,7 @@ def numbers_of(
 ) -> RoundDraws | None:
     """What a round of this shape draws with; None at temperature 0."""
     settings = settings_of(params)
-    return None if settings is None else draws_of(shape, shape.most_draws, settings, uniforms_of(streams), calibration)
+    return None if settings is None else draws_of(shape, settings, uniforms_of(streams), calibration)
 
 
 def compared(

@@ -81,8 +81,7 @@ BIASES_FOLLOW = ("qwen2",)  # architectures that always have the same biases
 
 
 def hugging_face_names(metadata: Metadata, family: Family, layers: int, names: Iterable[str]) -> dict[str, str]:
-    """GGUF's name of each tensor, by Hugging Face's name. Raises CheckpointError for a tensor of a module that the
-    family does not have."""
+    """GGUF's tensor names by Hugging Face's. Raises CheckpointError for a module that the family has not."""
     found = {}
     for name in names:
         if name in FACTORS:
@@ -108,7 +107,6 @@ def unused_tensor(metadata: Metadata, family: Family, name: str) -> CheckpointEr
 
 
 def has_bias(family: Family, part: str, tensors: Iterable[str]) -> bool:
-    """Whether any matrix of any layer's `part` has a bias."""
     modules = family.layer.items()
     ends = tuple(f".{stem}.bias" for stem, module in modules if module.startswith(part) and module.endswith("_proj"))
     return any(name.endswith(ends) for name in tensors)

@@ -137,8 +137,7 @@ def q8_0(content: NDArray[np.uint8]) -> Blocks:
 
 
 def q4_0(content: NDArray[np.uint8]) -> Blocks:
-    """Split blocks of Q4_0, uint8 [N, K / 32, 18]: an fp16 scale and 32 codes of 4 bits; weight = (code - 8) *
-    scale."""
+    """Split Q4_0, uint8 [N, K / 32, 18]: an fp16 scale and 32 codes of 4 bits; weight = (code - 8) * scale."""
     scales = halves(content[..., :2])
     return Blocks(4, nibbles(content[..., 2:]), scales, -8 * scales)
 
@@ -164,8 +163,7 @@ def q4_k(content: NDArray[np.uint8]) -> Blocks:
 
 
 def q5_0(content: NDArray[np.uint8]) -> Blocks:
-    """Split blocks of Q5_0, uint8 [N, K / 32, 22]: an fp16 scale, the upper bits of 32 codes, and their lower halves;
-    weight = (code - 16) * scale."""
+    """Split Q5_0, uint8 [N, K / 32, 22]: an fp16 scale, 32 upper bits, lower halves; weight = (code - 16) * scale."""
     scales = halves(content[..., :2])
     return Blocks(5, fifth_bits(content[..., 2:6]) | nibbles(content[..., 6:]), scales, -16 * scales)
 
@@ -214,8 +212,7 @@ def halves(content: NDArray[np.uint8]) -> NDArray[np.float32]:
 
 
 def nibbles(content: NDArray[np.uint8]) -> NDArray[np.int8]:
-    """Split bytes, uint8 [N, parts, n], into codes from 0 to 15, int8 [N, 2 * n * parts]. The low halves of the bytes
-    of a part come first."""
+    """Split bytes, uint8 [N, parts, n], into codes of 4 bits, int8 [N, 2 * n * parts]: of a part, low halves first."""
     codes: NDArray[np.int8] = np.concatenate((content & 15, content >> 4), axis=-1).astype(np.int8)
     return codes.reshape(len(content), -1)
 
@@ -290,8 +287,7 @@ def read(tensor: Tensor) -> NDArray[Any]:
 
 
 def raw_rows(tensor: Tensor) -> Iterator[tuple[int, NDArray[np.uint8]]]:
-    """The bytes of a tensor's rows in chunks: the number of a chunk's first row, and uint8 [rows, bytes of a row].
-    Raises CheckpointError."""
+    """A tensor's rows in chunks: the first row's number, and uint8 [rows, bytes of a row]. Raises CheckpointError."""
     rows = math.prod(tensor.shape[:-1])
     row_bytes, step = tensor.nbytes // rows, max(1, CHUNK // tensor.shape[-1])
     try:

@@ -56,8 +56,6 @@ KINDS = {
 
 
 class Tensor(NamedTuple):
-    """A tensor's place and type."""
-
     file: Path
     shape: tuple[int, ...]  # outermost dimension first, as in numpy
     kind: int  # the number of a type, which may be unknown to GGMLQuantizationType
@@ -66,7 +64,6 @@ class Tensor(NamedTuple):
 
     @property
     def dtype(self) -> str:
-        """The name of the kind."""
         known = self.kind in set(GGMLQuantizationType)
         return GGMLQuantizationType(self.kind).name if known else f"of type {self.kind}"
 
@@ -94,8 +91,6 @@ def read_header(file: Path) -> Header:
 
 
 class HeaderReader:
-    """Reads a header from its beginning to its end."""
-
     def __init__(self, file: Path, handle: BinaryIO) -> None:
         self._file, self._handle = file, handle
         self._size = os.fstat(handle.fileno()).st_size
@@ -133,8 +128,7 @@ class HeaderReader:
         return Header(metadata, self._placed(found, -(-self._position // alignment) * alignment, alignment))
 
     def _placed(self, found: list[tuple[str, Tensor]], start: int, alignment: int) -> dict[str, Tensor]:
-        """Tensors by name, with `begin` counted from the start of the file. Raises CheckpointError when tensors overlap
-        or reach beyond the file."""
+        """Tensors by name, with `begin` counted from the start of the file. Raises CheckpointError for wrong places."""
         tensors: dict[str, Tensor] = {}
         end = start
         for name, tensor in sorted(found, key=lambda item: item[1].begin):

@@ -113,8 +113,7 @@ def tokenizer_in(metadata: Metadata) -> TokenizerJson:
 
 
 def byte_level(metadata: Metadata, tokens: list[str]) -> tuple[TokenizerJson, bool]:
-    """Build a byte-level BPE tokenizer. The bool: whether a text begins with BOS unless the file says otherwise. Raises
-    CheckpointError."""
+    """A byte-level BPE tokenizer, and whether texts begin with BOS by default. Raises CheckpointError."""
     name = metadata.get(f"{PREFIX}pre", str)
     split = SPLITS.get(name or "")
     if split is None:
@@ -136,8 +135,7 @@ def byte_level(metadata: Metadata, tokens: list[str]) -> tuple[TokenizerJson, bo
 
 
 def sentencepiece(metadata: Metadata, tokens: list[str], kinds: list[int]) -> TokenizerJson:
-    """Build a SentencePiece BPE tokenizer, whose merges follow from the scores of its tokens. Raises
-    CheckpointError."""
+    """A SentencePiece BPE tokenizer, whose merges follow from its tokens' scores. Raises CheckpointError."""
     if metadata.get(f"{PREFIX}precompiled_charsmap", np.ndarray) is not None:
         raise CheckpointError(
             f"{metadata.file}: its tokenizer rewrites characters by a table, which is not supported: use the model's "
@@ -154,8 +152,7 @@ def sentencepiece(metadata: Metadata, tokens: list[str], kinds: list[int]) -> To
 
 
 def ends_of_text(metadata: Metadata) -> tuple[int, ...]:
-    """Ids that end a text: those with keys in GGUF, and those of control tokens in END_NAMES. Raises
-    CheckpointError."""
+    """Ids that end a text: those with keys in GGUF, and control tokens of END_NAMES. Raises CheckpointError."""
     tokens = texts(metadata, "tokens")
     listed = (special_id(metadata, key, len(tokens)) for key in ENDS)
     kinds = token_kinds(metadata)
@@ -199,8 +196,6 @@ def token_kinds(metadata: Metadata) -> list[int]:
 
 
 class Split(NamedTuple):
-    """The steps of a split."""
-
     patterns: tuple[str, ...] = ()  # each regular expression splits the pieces of the one before
     digits: bool = False  # then each digit becomes a piece
     gpt2: bool = False  # GPT-2's pattern splits last
@@ -209,7 +204,6 @@ class Split(NamedTuple):
     bos: bool = False  # a text begins with BOS unless the file says otherwise
 
     def apply(self, tokenizer: TokenizerJson) -> None:
-        """Give a tokenizer its normalizer and its pre-tokenizer."""
         if self.nfc:
             tokenizer.normalizer = normalizers.NFC()
         steps: list[pre_tokenizers.PreTokenizer] = []

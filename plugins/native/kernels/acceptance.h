@@ -7,8 +7,7 @@
 INLINE float acceptance(const float *row, const float *odds, int size, float shift) {
     f32 products[PARTS] = {{0}};
     for (int k = 0; k < size; k += LANES)
-#pragma GCC unroll 4
-        for (int part = 0; part < PARTS; part++)
+        UNROLL(4) for (int part = 0; part < PARTS; part++)
             products[part] += load(row + k + part * WIDTH) * load(odds + k + part * WIDTH);
     float sum = shift;
     for (int lane = 0; lane < LANES; lane++) sum += lane_of(products, lane);

@@ -110,10 +110,8 @@ INLINE void bring_near(int panels, int inputs, const char *weights, size_t panel
     const size_t bytes = number_bytes(format);
     for (int p = 0; p < panels; p++) {
         const char *then = next + p * panel * bytes;
-#pragma GCC unroll 4
-        for (int k = 0; k < inputs; k++) {
-#pragma GCC unroll 4
-            for (int at = k * LANES; at < (k + 1) * LANES; at += WIDTH)
+        UNROLL(4) for (int k = 0; k < inputs; k++) {
+            UNROLL(4) for (int at = k * LANES; at < (k + 1) * LANES; at += WIDTH)
                 store(near + p * NEAREST * LANES + at, widened(weights, p * panel + at, format));
             if (k * LANES * bytes % LINE == 0) __builtin_prefetch(then + k * LANES * bytes, 0, 3);
         }
@@ -180,8 +178,7 @@ static void score(const struct unit *unit, int first, int end, float *peaks) {
             products(unit->count, step, unit->queries, unit->head_dim, unit->head_dim, from, key_panel,
                      from + step * key_panel * bytes, unit->head.format, sums);
             for (int r = 0; r < unit->count; r++)
-#pragma GCC unroll 4
-                for (int v = 0; v < step * PARTS; v++) {
+                UNROLL(4) for (int v = 0; v < step * PARTS; v++) {
                     const int beyond = unit->nearest[r] - (panel + v / PARTS) * LANES; /* lanes before the window */
                     const uint32_t all = beyond <= 0 ? 0xffffu : beyond < LANES ? 0xffffu << beyond : 0;
                     const uint16_t seen =
@@ -196,8 +193,7 @@ static void score(const struct unit *unit, int first, int end, float *peaks) {
     for (int r = 0; r < unit->count; r++) peaks[r] = largest(most[r]);
 }
 
-/* Weights of up to BLOCK scores, multiples of 2^-22, whose sum is exact in any order; it is added to `sum`. They are
- * stored times the scales of values, if there are any. */
+/* Weights of up to BLOCK scores, multiples of 2^-22, times values' scales, if any; adds their sum, which is exact. */
 static void weigh(const float *scores, int size, f32 peak, const float *scales, float *weights, u32 *sum) {
     for (int slot = 0; slot < size; slot += WIDTH) {
         const f32 weight = power_of_two(load(scores + slot) - peak) * MOST_WEIGHT + WHOLE_ZERO;

@@ -33,17 +33,12 @@ INLINE void half_tile(const int R, const int P, const int paired, const float *r
     struct beside at[2] = {beside(rows, apart, R), beside(rows + 1, apart, R)};
     for (int pair = 0; pair < half_blocks(inputs) * HALF_BLOCK / 2; pair += HALF_BLOCK / 2) {
         f32 sum[2][MOST_ROWS][VECTORS];
-#pragma GCC unroll 2
-        for (int odd = 0; odd < 2; odd++) {
-#pragma GCC unroll 8
-            for (int r = 0; r < R; r++)
-#pragma GCC unroll 8
-                for (int v = 0; v < V; v++) sum[odd][r][v] = (f32){0};
-#pragma GCC unroll 2
-            for (int k = pair; k < pair + HALF_BLOCK / 2; k += 1 + paired) {
+        UNROLL(2) for (int odd = 0; odd < 2; odd++) {
+            UNROLL(8) for (int r = 0; r < R; r++)
+                UNROLL(8) for (int v = 0; v < V; v++) sum[odd][r][v] = (f32){0};
+            UNROLL(2) for (int k = pair; k < pair + HALF_BLOCK / 2; k += 1 + paired) {
                 f32 weight[VECTORS];
-#pragma GCC unroll 8
-                for (int v = 0; v < V; v++) {
+                UNROLL(8) for (int v = 0; v < V; v++) {
                     u32 both, then = {0};
                     const char *from = weights + v / PARTS * panel + (k * PARTS + v % PARTS) * sizeof both;
                     memcpy(&both, from, sizeof both);
@@ -52,18 +47,14 @@ INLINE void half_tile(const int R, const int P, const int paired, const float *r
                     if (!paired) weight[v] = read_once(weight[v]);
                     if (v % PARTS == 0 && (paired || !odd)) fetch(ahead, v / PARTS * panel, paired ? k + odd : k);
                 }
-#pragma GCC unroll 8
-                for (int r = 0; r < R; r++)
-#pragma GCC unroll 8
-                    for (int v = 0; v < V; v++)
+                UNROLL(8) for (int r = 0; r < R; r++)
+                    UNROLL(8) for (int v = 0; v < V; v++)
                         if (paired) sum[odd][r][v] = add_half_pairs(sum[odd][r][v], (u32)weight[v], word_of(at[odd], r));
                         else sum[odd][r][v] += weight[v] * number_of(at[odd], r);
                 advance(&at[odd], 2, R);
             }
         }
-#pragma GCC unroll 8
-        for (int r = 0; r < R; r++)
-#pragma GCC unroll 8
-            for (int v = 0; v < V; v++) sums[r * VECTORS + v] += sum[0][r][v] + sum[1][r][v];
+        UNROLL(8) for (int r = 0; r < R; r++)
+            UNROLL(8) for (int v = 0; v < V; v++) sums[r * VECTORS + v] += sum[0][r][v] + sum[1][r][v];
     }
 }

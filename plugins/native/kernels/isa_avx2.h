@@ -66,8 +66,7 @@ INLINE f32 from_fp16(const uint16_t *at) { return (f32)_mm256_cvtph_ps(_mm_loadu
 #if defined(__AVXVNNI__)
 #define BYTE_ZERO 0
 INLINE void add_codes(const int count, i32 *sums, const i32 *codes, i32 row, const int bits) {
-#pragma GCC unroll 8
-    for (int v = 0; v < count; v++)
+    UNROLL(8) for (int v = 0; v < count; v++)
         sums[v] = (i32)_mm256_dpbusd_avx_epi32((__m256i)sums[v], (__m256i)codes[v], (__m256i)row);
 }
 INLINE i32 small_sums(i32 sum) { return sum; }
@@ -83,20 +82,16 @@ INLINE i32 at_once(__m256i value) { __asm__("" : "+x"(value)); return (i32)value
 INLINE void add_codes(const int count, i32 *sums, const i32 *codes, i32 row, const int bits) {
     i32 part[VECTORS];
     __m256i code[VECTORS], size[VECTORS];
-#pragma GCC unroll 8
-    for (int v = 0; v < count; v++) {
+    UNROLL(8) for (int v = 0; v < count; v++) {
         code[v] = bits == 8 ? _mm256_xor_si256((__m256i)codes[v], _mm256_set1_epi8((char)0x80)) : (__m256i)codes[v];
         size[v] = bits == 8 ? _mm256_abs_epi8(code[v]) : code[v];
     }
-#pragma GCC unroll 8
-    for (int v = 0; v < count; v++) part[v] = bits == 8 ? at_once(_mm256_sign_epi8((__m256i)row, code[v])) : row;
-#pragma GCC unroll 8
-    for (int v = 0; v < count; v++) part[v] = at_once(_mm256_maddubs_epi16(size[v], (__m256i)part[v]));
-#pragma GCC unroll 8
-    for (int v = 0; v < count && bits > 4; v++)
+    UNROLL(8) for (int v = 0; v < count; v++)
+        part[v] = bits == 8 ? at_once(_mm256_sign_epi8((__m256i)row, code[v])) : row;
+    UNROLL(8) for (int v = 0; v < count; v++) part[v] = at_once(_mm256_maddubs_epi16(size[v], (__m256i)part[v]));
+    UNROLL(8) for (int v = 0; v < count && bits > 4; v++)
         part[v] = at_once(_mm256_madd_epi16((__m256i)part[v], _mm256_set1_epi16(1)));
-#pragma GCC unroll 8
-    for (int v = 0; v < count; v++)
+    UNROLL(8) for (int v = 0; v < count; v++)
         sums[v] = at_once(bits == 4 ? _mm256_add_epi16((__m256i)sums[v], (__m256i)part[v]) : (__m256i)(sums[v] + part[v]));
 }
 INLINE i32 small_sums(i32 sum) { return (i32)_mm256_madd_epi16((__m256i)sum, _mm256_set1_epi16(1)); }

@@ -73,8 +73,7 @@ INLINE void store_half_pairs(uint16_t *to, f32 value) {
 #if defined(__AVX512VNNI__)
 #define BYTE_ZERO 0
 INLINE void add_codes(const int count, i32 *sums, const i32 *codes, i32 row, const int bits) {
-#pragma GCC unroll 8
-    for (int v = 0; v < count; v++)
+    UNROLL(8) for (int v = 0; v < count; v++)
         sums[v] = (i32)_mm512_dpbusd_epi32((__m512i)sums[v], (__m512i)codes[v], (__m512i)row);
 }
 INLINE i32 small_sums(i32 sum) { return sum; }
@@ -83,8 +82,7 @@ INLINE i32 small_sums(i32 sum) { return sum; }
 /* Pairs of products fit 16 bits: of 8 bits, those of |code| and the row's number with the code's sign. So do 16 products of
  * 4 bits, of at most 1905. */
 INLINE void add_codes(const int count, i32 *sums, const i32 *codes, i32 row, const int bits) {
-#pragma GCC unroll 8
-    for (int v = 0; v < count; v++) {
+    UNROLL(8) for (int v = 0; v < count; v++) {
         if (bits < 8) {
             const __m512i pairs = _mm512_maddubs_epi16((__m512i)codes[v], (__m512i)row);
             if (bits == 4) sums[v] = (i32)_mm512_add_epi16((__m512i)sums[v], pairs);

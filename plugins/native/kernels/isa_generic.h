@@ -22,8 +22,7 @@ INLINE u32 wide_words(const uint16_t *at) {
     return __builtin_convertvector(words, u32);
 }
 
-/* Numbers of 16 bits as fp32. Exponent and mantissa of fp16 move up; the product corrects the bias, and makes
- * subnormals normal. */
+/* 16 bits as fp32. fp16's exponent and mantissa move up; a product corrects the bias, also of subnormals. */
 INLINE f32 from_fp16(const uint16_t *at) {
     const u32 wide = wide_words(at);
     const f32 size = (f32)((wide & 0x7fff) << 13) * 0x1p112f;

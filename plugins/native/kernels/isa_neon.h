@@ -1,5 +1,4 @@
-/* NEON of 64-bit ARM, with or without products of bytes (dotprod) and of pairs of rows (i8mm): a panel is four
- * registers. */
+/* NEON of 64-bit ARM, perhaps with products of bytes (dotprod) and row pairs (i8mm): a panel is four registers. */
 #pragma once
 #include <arm_neon.h>
 #define WIDTH 4
@@ -36,8 +35,7 @@ INLINE i32 with_products(i32 sum, i32 codes, i32 row) {
 }
 INLINE void add_codes(const int count, i32 *sums, const i32 *codes, i32 row, const int bits) {
     const int32_t zero = bits == 8 ? (int32_t)0x80808080 : 0;
-#pragma GCC unroll 8
-    for (int v = 0; v < count; v++) sums[v] = with_products(sums[v], codes[v] ^ zero, row);
+    UNROLL(8) for (int v = 0; v < count; v++) sums[v] = with_products(sums[v], codes[v] ^ zero, row);
 }
 INLINE i32 small_sums(i32 sum) { return sum; }
 

@@ -11,6 +11,8 @@
 #define VECTORS (MOST_PANELS * PARTS)
 #define LEAST (-3.0e38f) /* no score is smaller */
 #define INLINE static inline __attribute__((always_inline))
+#define PRAGMA(words) _Pragma(#words)
+#define UNROLL(times) PRAGMA(GCC unroll times) /* the loop that follows */
 
 enum format { FP32, FP16, BF16, INT8, INT6, INT5, INT4 };
 
@@ -32,9 +34,8 @@ INLINE i32 repeated(const int8_t *four) {
     return (i32){0} + word;
 }
 
-/* Up to eight rows of numbers, `apart` from each other, and where a tile is in them. Of more than four rows, two
- * addresses and two distances, which a compiler must keep: it would rather hold eight addresses, for which there are too
- * few registers. */
+/* Up to eight rows of numbers, `apart`, and a tile's place in them. Of more than four rows, two addresses and two
+ * distances, which a compiler must keep: for the eight addresses that it prefers there are too few registers. */
 struct beside {
     const float *first, *fifth;
     size_t apart, thrice;

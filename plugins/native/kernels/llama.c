@@ -24,8 +24,7 @@ INLINE float share_of(const f32 *squares, int size, float epsilon) {
 INLINE void norm_row(const struct model *model, const float *values, const float *weight, float *result) {
     f32 squares[PARTS] = {{0}};
     for (int k = 0; k < model->hidden; k += LANES)
-#pragma GCC unroll 4
-        for (int part = 0; part < PARTS; part++) {
+        UNROLL(4) for (int part = 0; part < PARTS; part++) {
             const f32 value = load(values + k + part * WIDTH);
             squares[part] += value * value;
         }
@@ -85,8 +84,7 @@ INLINE void finish(const struct matrix *matrix, const enum ending ending, float 
 /* Panels that are finished together: two are multiplied at once, of gate and up as many as are rounded at once. */
 INLINE int whole_panels(const enum ending ending) { return gates(ending) ? 2 * ROUNDED / LANES : MOST_PANELS; }
 
-/* How the panels of a matrix are cut into units: each has as many of the `pieces` as any other, or one more. A piece is
- * `size` panels that stay together. */
+/* How panels are cut into units: each has as many `pieces`, of `size` panels that stay together, or one more. */
 struct division {
     int panels, size, pieces, units;
 };
@@ -150,8 +148,7 @@ static void normalize_head(float *head, const float *weight, int dim, float epsi
         store_some(head + d, load_some(head + d, dim - d, 0) * share * load(weight + d), dim - d);
 }
 
-/* head := head times `factor`, its first 2 * `pairs` numbers rotated by its position: halves as Hugging Face stores
- * them. */
+/* head := head times `factor`, the first 2 * `pairs` rotated by position: halves as Hugging Face stores them. */
 static void rotate(float *head, const float *cosine, const float *sine, int pairs, int dim, float factor) {
     for (int d = 0; d < pairs; d++) {
         float low = head[d], high = head[d + pairs];
@@ -184,8 +181,7 @@ static void remember(const struct engine *engine, const struct layer *layer, con
     }
 }
 
-/* Add rows times a matrix to the hidden rows. Where these are `normed` before, they go into the normed rows, which are
- * free by then, and the next phase adds them. */
+/* Add rows times a matrix to the hidden rows; through the normed rows, free by then, where they are `normed` before. */
 static void add_product(struct cursor *cursor, const struct matrix *matrix, const struct rows *from, int rows,
                         struct engine *engine, int normed) {
     if (normed) linear(cursor, matrix, from, rows, &engine->normed, STORE, 1, NULL);

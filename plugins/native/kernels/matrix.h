@@ -46,35 +46,27 @@ struct rows {
 
 INLINE int panels_of(int outputs) { return (outputs + LANES - 1) / LANES; }
 
-/* sums[r][p] += rows[r][0..inputs) * panels[p]; `apart` numbers lie between rows, `panel` between panels. Of a row, sums
- * has VECTORS. fetching: whether there is something ahead. */
+/* sums[r][p] += rows[r][0..inputs) * panels[p], `apart` and `panel` apart. fetching: whether something is ahead. */
 INLINE void dense_tile(const int R, const int P, const float *rows, size_t apart, const void *weights, size_t panel,
                        const int fetching, struct ahead ahead, int inputs, const enum format format, f32 *sums) {
     const int V = P * PARTS;
     struct beside at = beside(rows, apart, R);
     f32 sum[MOST_ROWS][VECTORS];
-#pragma GCC unroll 8
-    for (int r = 0; r < R; r++)
-#pragma GCC unroll 8
-        for (int v = 0; v < V; v++) sum[r][v] = sums[r * VECTORS + v];
+    UNROLL(8) for (int r = 0; r < R; r++)
+        UNROLL(8) for (int v = 0; v < V; v++) sum[r][v] = sums[r * VECTORS + v];
     for (int k = 0; k < inputs; k++) {
         f32 weight[VECTORS];
-#pragma GCC unroll 8
-        for (int v = 0; v < V; v++) {
+        UNROLL(8) for (int v = 0; v < V; v++) {
             weight[v] = widened(weights, v / PARTS * panel + (size_t)k * LANES + v % PARTS * WIDTH, format);
             if (R * V <= SUMS_BESIDE) weight[v] = read_once(weight[v]);
             if (fetching && v % PARTS == 0) fetch(ahead, v / PARTS * panel * number_bytes(format), k);
         }
-#pragma GCC unroll 8
-        for (int r = 0; r < R; r++)
-#pragma GCC unroll 8
-            for (int v = 0; v < V; v++) sum[r][v] += weight[v] * number_of(at, r);
+        UNROLL(8) for (int r = 0; r < R; r++)
+            UNROLL(8) for (int v = 0; v < V; v++) sum[r][v] += weight[v] * number_of(at, r);
         advance(&at, 1, R);
     }
-#pragma GCC unroll 8
-    for (int r = 0; r < R; r++)
-#pragma GCC unroll 8
-        for (int v = 0; v < V; v++) sums[r * VECTORS + v] = sum[r][v];
+    UNROLL(8) for (int r = 0; r < R; r++)
+        UNROLL(8) for (int v = 0; v < V; v++) sums[r * VECTORS + v] = sum[r][v];
 }
 
 /* Bytes of sixteen weights for one step of a tile: an input, a pair of inputs, or a vector of codes. */
@@ -104,37 +96,28 @@ INLINE i32 four_codes(const uint8_t *codes, const int first, const int others, c
 INLINE void group_products(const int R, const int P, const int8_t *const *values, const uint8_t *codes, size_t panel,
                            int k, struct ahead ahead, const int bits, i32 whole[][VECTORS]) {
     const int V = P * PARTS, paired = PAIRS ? R / 2 * 2 : 0; /* rows that are multiplied two by two */
-#pragma GCC unroll 4
-    for (int i = 0, end = k + group_of(bits); k < end; k += 8, i += 8) {
+    UNROLL(4) for (int i = 0, end = k + group_of(bits); k < end; k += 8, i += 8) {
         const uint8_t *from = codes + (size_t)k * LANES * bits / 8;
         if (bits == 5 || bits == 6) from += i * LANES / 2 - i * LANES * bits / 8; /* the upper bits follow */
-#pragma GCC unroll 8
-        for (int p = 0; p < P; p++)
-#pragma GCC unroll 2
-            for (int line = 0; line < (i + 8) * bits / 32 - i * bits / 32; line++)
+        UNROLL(8) for (int p = 0; p < P; p++)
+            UNROLL(2) for (int line = 0; line < (i + 8) * bits / 32 - i * bits / 32; line++)
                 fetch(ahead, p * panel, (size_t)k * bits / 32 + line);
-#pragma GCC unroll 8
-        for (int r = 0; r < paired; r += 2)
-#pragma GCC unroll 8
-            for (int v = 0; v < V; v++) {
+        UNROLL(8) for (int r = 0; r < paired; r += 2)
+            UNROLL(8) for (int v = 0; v < V; v++) {
                 const uint8_t *at = from + v / PARTS * panel + v % PARTS * sizeof(i32);
                 add_pairs(&whole[r][v], &whole[r + 1][v], four_codes(at, i, 0, bits), four_codes(at, i, 1, bits),
                           values[r] + k, values[r + 1] + k, bits);
             }
-#pragma GCC unroll 2
-        for (int others = 0; others < 2 && paired < R; others++) { /* no product waits for the one before it */
-            i32 four[VECTORS];
-#pragma GCC unroll 8
-            for (int v = 0; v < V; v++)
+        UNROLL(2) for (int others = 0; others < 2 && paired < R; others++) {
+            i32 four[VECTORS]; /* no product waits for the one before it */
+            UNROLL(8) for (int v = 0; v < V; v++)
                 four[v] = four_codes(from + v / PARTS * panel + v % PARTS * sizeof(i32), i, others, bits);
-#pragma GCC unroll 8
-            for (int r = paired; r < R; r++) add_codes(V, whole[r], four, repeated(values[r] + k + 4 * others), bits);
+            UNROLL(8) for (int r = paired; r < R; r++)
+                add_codes(V, whole[r], four, repeated(values[r] + k + 4 * others), bits);
         }
     }
-#pragma GCC unroll 8
-    for (int r = 0; r < R; r++)
-#pragma GCC unroll 8
-        for (int v = 0; v < V; v++) {
+    UNROLL(8) for (int r = 0; r < R; r++)
+        UNROLL(8) for (int v = 0; v < V; v++) {
             if (r < paired && r % 2 == 0) split_pairs(&whole[r][v], &whole[r + 1][v]);
             if (bits == 4) whole[r][v] = small_sums(whole[r][v]);
         }
@@ -151,43 +134,34 @@ INLINE void integer_tile(const int R, const int P, const struct rows *x, int row
     const uint16_t *scales = (const uint16_t *)matrix->scales + (size_t)panel * groups * of_group;
     const int8_t *values[MOST_ROWS];
     f32 sum[MOST_ROWS][VECTORS];
-#pragma GCC unroll 8
-    for (int r = 0; r < R; r++) {
+    UNROLL(8) for (int r = 0; r < R; r++) {
         values[r] = x->codes + (size_t)(row + r) * x->stride;
-#pragma GCC unroll 8
-        for (int v = 0; v < V; v++) sum[r][v] = (f32){0};
+        UNROLL(8) for (int v = 0; v < V; v++) sum[r][v] = (f32){0};
     }
     for (int g = 0; g < groups; g++) {
         i32 whole[MOST_ROWS][VECTORS];
-#pragma GCC unroll 8
-        for (int r = 0; r < R; r++)
-#pragma GCC unroll 8
-            for (int v = 0; v < V; v++)
+        UNROLL(8) for (int r = 0; r < R; r++)
+            UNROLL(8) for (int v = 0; v < V; v++)
                 whole[r][v] = (i32){0} + (offsets ? 0 : x->starts[(row + r) * row_groups + g]);
         group_products(R, P, values, codes, bytes, g * group, ahead, bits, whole);
         f32 scale[VECTORS], offset[VECTORS];
-#pragma GCC unroll 8
-        for (int v = 0; v < V; v++) {
+        UNROLL(8) for (int v = 0; v < V; v++) {
             const size_t at = ((size_t)(v / PARTS) * groups + g) * of_group + v % PARTS * WIDTH;
             scale[v] = from_fp16(scales + at);
             if (offsets) offset[v] = from_fp16(scales + at + LANES);
             if (v % PARTS == 0) __builtin_prefetch(scales + at + P * groups * of_group, 0, 3); /* of the next panels */
         }
-#pragma GCC unroll 8
-        for (int r = 0; r < R; r++) {
+        UNROLL(8) for (int r = 0; r < R; r++) {
             const size_t at = (row + r) * row_blocks + g * group / CODE_BLOCK;
-#pragma GCC unroll 8
-            for (int v = 0; v < V; v++) {
+            UNROLL(8) for (int v = 0; v < V; v++) {
                 const f32 product = __builtin_convertvector(whole[r][v], f32);
                 sum[r][v] += product * (scale[v] * x->scales[at]);
                 if (offsets) sum[r][v] += offset[v] * x->totals[at];
             }
         }
     }
-#pragma GCC unroll 8
-    for (int r = 0; r < R; r++)
-#pragma GCC unroll 8
-        for (int v = 0; v < V; v++) sums[r * VECTORS + v] = sum[r][v];
+    UNROLL(8) for (int r = 0; r < R; r++)
+        UNROLL(8) for (int v = 0; v < V; v++) sums[r * VECTORS + v] = sum[r][v];
 }
 
 /* Panels that a tile of so many rows takes at once: their sums, at most `most`, must fit the registers. */
@@ -322,8 +296,7 @@ static void multiply(const struct matrix *matrix, const struct rows *x, const st
     }
 }
 
-/* Inputs of one row in bf16: in place, and as pairs or, where there are matrix registers, beside the fifteen other rows
- * that share one. */
+/* A row's inputs in bf16: in place, and as pairs, with matrix registers beside the fifteen rows that share one. */
 static void round_to_halves(const struct rows *x, int row, int from, int end) {
     float *values = x->values + (size_t)row * x->stride;
     const size_t first = (size_t)(row / REGISTER_ROWS) * x->stride * REGISTER_ROWS;

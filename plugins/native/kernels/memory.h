@@ -8,8 +8,7 @@
 
 #define LINE 64 /* bytes */
 
-/* For `release` to free; null where there is no memory. Large pieces get their pages near the thread that first writes
- * there. */
+/* For `release`; null without memory. Large pieces get their pages near the thread that first writes there. */
 static void *allocate_untouched(size_t bytes) {
     const size_t whole = (bytes + LINE - 1) / LINE * LINE;
 #if defined(_WIN32)

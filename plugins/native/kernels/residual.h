@@ -1,6 +1,5 @@
-/* The residual R of a row's softmax, after rejections of offered tokens (runtime/sampling/weights.py, Residual), and
- * draws from it: first a run of columns, then one of them. Nothing but the offered tokens, and the runs in which they
- * lie, is read again. */
+/* The residual R of a row's softmax after rejections of offered tokens (runtime/sampling/weights.py, Residual), and
+ * draws from it: a run of columns, then one of them. Only the offered tokens' runs are read again. */
 #pragma once
 #include "sampling.h"
 
@@ -30,8 +29,7 @@ static double sum_of(const double *values, int count) {
     return sum;
 }
 
-/* weights [RUN] of the columns from `first` on, 0 for offered ones; `at` is the first of these, and becomes the first
- * behind. Returns how many columns there are. */
+/* weights [RUN] of columns from `first` on, 0 for offered ones, of which `at` moves on. Returns how many columns. */
 static int weigh_others(const struct row *row, int first, const struct offers *offers, int *at, double *weights) {
     const int count = row->size - first < RUN ? row->size - first : RUN;
     float single[RUN];

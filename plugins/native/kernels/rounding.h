@@ -26,8 +26,7 @@ INLINE f32 fit(const f32 *weights, f32 sum, struct affine by, float largest, str
     const f32 inverse = 1.0f / by.scale;
     const float count = CODE_BLOCK;
     f32 error = {0}, code_sum = {0}, square_sum = {0}, product_sum = {0};
-#pragma GCC unroll 4
-    for (int k = 0; k < CODE_BLOCK; k++) {
+    UNROLL(4) for (int k = 0; k < CODE_BLOCK; k++) {
         const f32 code = code_of(weights[k], by, inverse, largest), left = code * by.scale - (weights[k] - by.offset);
         error += left * left, code_sum += code, square_sum += code * code, product_sum += code * weights[k];
     }
@@ -70,12 +69,10 @@ INLINE void gather_block(const float *weights, int lanes, int inputs, int group,
         for (int k = 0; k < group; k++) block[k][lane] = weights[(size_t)lane * inputs + k];
 }
 
-/* The next larger fp16 numbers, of positive ones: subnormal ones are multiples of the smallest, the others have 10 bits
- * behind the first. */
+/* The next larger positive fp16 numbers: subnormal ones are multiples of the smallest, others have 10 bits. */
 INLINE f32 next_fp16(f32 value) { return larger(value + splat(SMALLEST_SCALE), (f32)((u32)value + 0x2000)); }
 
-/* The scale of blocks by which their largest weights, positive ones, have codes up to `largest`. The nearest fp16 number may
- * be too small where it is subnormal. */
+/* The least scale of blocks by which largest weights have codes up to `largest`: the nearest may be too small. */
 INLINE f32 scale_of(f32 peak, float largest) {
     const f32 near = larger(rounded_fp16(choose(peak > 0, peak / largest, splat(1))), splat(SMALLEST_SCALE));
     return choose(whole(smaller(peak / near, splat(200))) > largest, smaller(next_fp16(near), splat(65504)), near);

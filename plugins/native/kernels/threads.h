@@ -63,8 +63,7 @@ static int complete(struct cursor *cursor, int units) {
     return -1;
 }
 
-/* The next of this phase's units. When none is left, wait until all are done and return -1: the next call begins the
- * next phase. */
+/* This phase's next unit; after the last, waits for all and returns -1: the next call begins the next phase. */
 static int claim(struct cursor *cursor, int units) {
     struct phase *phase = &cursor->team->phases[cursor->phase];
     const int unit = atomic_fetch_add_explicit(&phase->next, 1, memory_order_relaxed);
@@ -119,8 +118,7 @@ static void *help(void *argument) {
     }
 }
 
-/* `work` on this thread and on every helper that comes in time; returns when all units of all phases are done and no
- * helper is left. The caller holds `pass`. */
+/* `work` on this thread and every helper in time, until all units are done and no helper is left. Needs `pass`. */
 static void together(struct team *team, int phases, void (*work)(struct team *, int, void *), void *argument) {
     for (int phase = 0; phase < phases; phase++) {
         atomic_store_explicit(&team->phases[phase].next, 0, memory_order_relaxed);

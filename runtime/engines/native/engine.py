@@ -121,7 +121,6 @@ class NativeKVCache(GrowingKVCache):
             self.scales[..., :used] = scales[..., :used]
 
     def move(self, rows: NDArray[np.int64], first: int) -> None:
-        """See Storage.move."""
         self._engine.move(self, rows, first)
 
     def _free(self) -> None:
@@ -218,13 +217,11 @@ class NativeEngine(Runner):
 
 
 def refused(refusal: int) -> EngineError | MemoryError:
-    """The error of a pass that the kernels refused."""
     return MemoryError(REFUSALS[refusal]) if refusal == NO_MEMORY else EngineError(REFUSALS[refusal])
 
 
 def check_rows(spec: EngineSpec, model: Model) -> None:
-    """Raises EngineError when the memory that is left does not suffice for the rows of the widest pass, which the
-    kernels take when they are opened."""
+    """Raises EngineError when no memory is left for the rows of the widest pass, which the kernels take at once."""
     rows, available = spec.pass_widths[-1], available_bytes()
     if available is not None and (needed := row_bytes(model, rows)) > available:
         raise EngineError(

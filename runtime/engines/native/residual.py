@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 from numpy.typing import NDArray
 
 from ....plugins.native.library import RUN, NativeLibrary, address
 from ....plugins.native.residual import Offers, Row
 from ...sampling.random import RandomStream
+from ...sampling.weights import Floats
 
 
 class NativeWeights:
@@ -22,31 +21,25 @@ class NativeWeights:
         library: NativeLibrary,
         row: Row,
         total: float,
-        arrays: tuple[NDArray[np.floating[Any]], NDArray[np.float64], NDArray[np.floating[Any]]],
+        arrays: tuple[Floats, NDArray[np.float64], Floats],
     ) -> None:
-        """row: with the addresses of its logits and sums. arrays: these two, and a buffer [V] of float32 for the
-        values."""
+        """row: with the addresses of its logits and sums. arrays: these two, and a buffer [V] of float32."""
         self.library, self.row, self.total, self._arrays = library, row, total, arrays
 
     @property
-    def values(self) -> NDArray[np.floating[Any]]:
-        """See Weights.values."""
+    def values(self) -> Floats:
         logits, _, values = self._arrays
         return self.library.weigh(logits, self.row.peak, self.row.temperature, values)
 
     def draw(self, stream: RandomStream) -> int:
-        """See Weights.draw."""
         R = np.array((1.0, self.total))  # nothing is offered
         return draw(self, Offers(None, 0, address(R)), stream)
 
     def residual(self, ids: NDArray[np.int64]) -> NativeResidual:
-        """See Weights.residual."""
         return NativeResidual(self, ids)
 
 
 class NativeResidual:
-    """See Residual."""
-
     __slots__ = ("_R", "_ids", "_offers", "_weights", "probs")
 
     def __init__(self, weights: NativeWeights, ids: NDArray[np.int64]) -> None:
@@ -57,12 +50,10 @@ class NativeResidual:
         weights.library.offer(weights.row, self._offers, weights.total)
 
     def reject(self, offered: NDArray[np.float64], pi: float = 1.0) -> float:
-        """See Residual.reject."""
         rejected: float = self._weights.library.reject(self._offers, address(offered), pi)
         return rejected
 
     def draw(self, stream: RandomStream) -> int:
-        """See Residual.draw."""
         return draw(self._weights, self._offers, stream)
 
 

@@ -13,8 +13,8 @@ from ....models.errors import EngineError
 from ....plugins.native.library import DRAW, RUN, NativeLibrary, Pass, address
 from ....plugins.native.processor import KernelError
 from ....plugins.native.residual import Row
-from ...sampling.softmax import NO_NUMBERS, NumpySoftmax, Softmax, SoftmaxSettings
-from ...sampling.weights import Weights
+from ...sampling.softmax import NO_NUMBERS, Likely, NumpySoftmax, Softmax, SoftmaxSettings
+from ...sampling.weights import Floats, Weights
 from .residual import NativeWeights
 
 MAX_ASKED = 48  # different wishes that are kept: by the numbers of rows, and where a chain or a tree begins
@@ -29,10 +29,7 @@ class NativeSoftmax(NumpySoftmax):
     def __init__(self, library: NativeLibrary) -> None:
         self.library = library
 
-    def weights(
-        self, logits: NDArray[np.floating[Any]], temperature: float, values: NDArray[np.floating[Any]]
-    ) -> Weights:
-        """See Softmax.weights."""
+    def weights(self, logits: Floats, temperature: float, values: Floats) -> Weights:
         if not self._reads(logits):
             return super().weights(logits, temperature, values)
         sums = np.empty(-(-len(logits) // RUN))
@@ -42,10 +39,7 @@ class NativeSoftmax(NumpySoftmax):
             raise EngineError(NO_NUMBERS) from error
         return NativeWeights(self.library, row, total, (logits, sums, values))
 
-    def likely(
-        self, logits: NDArray[np.floating[Any]], temperature: float, share: float
-    ) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-        """See Softmax.likely."""
+    def likely(self, logits: Floats, temperature: float, share: float) -> Likely:
         if not self._reads(logits):
             return super().likely(logits, temperature, share)
         try:
@@ -54,7 +48,7 @@ class NativeSoftmax(NumpySoftmax):
             raise EngineError(NO_NUMBERS) from error
 
     @staticmethod
-    def _reads(logits: NDArray[np.floating[Any]]) -> bool:
+    def _reads(logits: Floats) -> bool:
         return logits.dtype == np.float32 and logits.flags.c_contiguous
 
 
@@ -80,9 +74,8 @@ class PreparedRows:
         self._asked: dict[tuple[SoftmaxSettings | None, ...], PassDraws] = {}
 
     def ask(self, settings: tuple[SoftmaxSettings | None, ...], into: Pass) -> Sequence[Softmax | None]:
-        """Let a pass prepare output rows for these settings; it has at least as many rows. Returns the softmax of
-        each row, after the pass; None for rows without settings. Most passes have the settings of an earlier one: then
-        nothing is written."""
+        """Let a pass of at least as many rows prepare output rows for these settings, None for a row without. Returns
+        each row's softmax, after the pass. Settings of an earlier pass, as most have, are not written again."""
         asked = self._asked.get(settings)
         if asked is None:
             if len(self._asked) == MAX_ASKED:
@@ -129,8 +122,7 @@ class PreparedSoftmax:
         own, self._sums = rows.logits[row], rows.sums[row]
         self._softmax = Row(address(own), len(own), 0.0, settings.temperature, address(self._sums))
 
-    def best(self, logits: NDArray[np.floating[Any]]) -> int:
-        """See Softmax.best."""
+    def best(self, logits: Floats) -> int:
         if not self._is_of(logits, 0.0):
             return self._rows.softmax.best(logits)
         token: int = self._best.item(self._place)
@@ -138,10 +130,7 @@ class PreparedSoftmax:
             raise EngineError(NO_NUMBERS)
         return token
 
-    def weights(
-        self, logits: NDArray[np.floating[Any]], temperature: float, values: NDArray[np.floating[Any]]
-    ) -> Weights:
-        """See Softmax.weights."""
+    def weights(self, logits: Floats, temperature: float, values: Floats) -> Weights:
         rows = self._rows
         if not self._settings.weights or not self._is_of(logits, temperature):
             return rows.softmax.weights(logits, temperature, values)
@@ -151,10 +140,7 @@ class PreparedSoftmax:
         self._softmax.peak = self._peak.item(self._place)
         return NativeWeights(rows.softmax.library, self._softmax, total, (logits, self._sums, values))
 
-    def likely(
-        self, logits: NDArray[np.floating[Any]], temperature: float, share: float
-    ) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-        """See Softmax.likely."""
+    def likely(self, logits: Floats, temperature: float, share: float) -> Likely:
         rows, count = self._rows, self._count.item(self._place)
         if share != self._settings.share or count > ROOM or not self._is_of(logits, temperature):
             return rows.softmax.likely(logits, temperature, share)
@@ -162,6 +148,6 @@ class PreparedSoftmax:
             raise EngineError(NO_NUMBERS)
         return rows.ids[self._row, :count].copy(), rows.weights[self._row, :count]
 
-    def _is_of(self, logits: NDArray[np.floating[Any]], temperature: float) -> bool:
+    def _is_of(self, logits: Floats, temperature: float) -> bool:
         """Whether the row is the one that was prepared, and no copy that somebody may have changed."""
         return temperature == self._settings.temperature and logits.base is self._rows.logits

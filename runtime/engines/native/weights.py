@@ -66,8 +66,7 @@ def tables_of(network: Network) -> list[bool]:
 
 
 def packed_rows(matrix: Matrix) -> int:
-    """Outputs of a packed matrix, padded to whole panels. The panels of the sources of a gated matrix alternate, so
-    each source is padded."""
+    """Outputs of a packed matrix, each source of a gated one padded to whole panels, since their panels alternate."""
     return sum(map(whole_panels, matrix.outputs)) if matrix.gated else whole_panels(sum(matrix.outputs))
 
 

@@ -113,7 +113,6 @@ class DeviceKVCache(GrowingKVCache):
 
     @property
     def capacity(self) -> int:
-        """See GrowingKVCache.capacity."""
         return int(self._value.shape()[2])
 
     @property
@@ -144,7 +143,6 @@ class DeviceKVCache(GrowingKVCache):
         self._passes: dict[tuple[PassShape, tuple[str, ...]], DevicePass] = {}
 
     def move(self, rows: NDArray[np.int64], first: int) -> None:
-        """See Storage.move."""
         self._memory.move(self._value, rows, first)
 
     def _free(self) -> None:

@@ -55,8 +55,6 @@ class TensorType(NamedTuple):
 
 
 class Graph(NamedTuple):
-    """The inputs and outputs of an ONNX graph, by name."""
-
     inputs: Mapping[str, TensorType]
     outputs: Mapping[str, TensorType]
 
@@ -156,7 +154,6 @@ def check_tensor(content: mmap.mmap, tensor: MessageField, path: Path) -> None:
 
 
 def read_value(content: mmap.mmap, value: MessageField) -> tuple[str, TensorType]:
-    """The name and type of an input or output."""
     name, element = "", 0
     shape: list[int | None] = []
     for part in read_fields(content, value.start, value.end):

@@ -11,23 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from .file import (
-    ATTRIBUTE,
-    BYTES,
-    DIM,
-    ELEMENT,
-    ELEMENTS,
-    GRAPH,
-    INPUT,
-    NAME,
-    NODE,
-    OPERATOR,
-    OUTPUT,
-    SHAPE,
-    TENSOR_TYPE,
-    TYPE,
-    VARINT,
-)
+from . import file as onnx
 
 GATHER_OPSET, MOVE_OPSET = 13, 24  # of the operator set that has the newest operator of the graph
 IR_VERSION = 10
@@ -40,7 +24,6 @@ SLOT_AXIS = 2
 
 
 def gather_graph(dtype: str) -> bytes:
-    """The graph GATHER for a cache of this numpy dtype."""
     source = tensor("source", dtype, (*PLANES, "S", "D"))
     kept = tensor("kept", dtype, (*PLANES, "C", "D"))
     nodes = [node("Gather", ("source", "rows"), "kept")]
@@ -48,7 +31,6 @@ def gather_graph(dtype: str) -> bytes:
 
 
 def move_graph(dtype: str) -> bytes:
-    """The graph MOVE for a cache of this numpy dtype."""
     cache = tensor("cache", dtype, (*PLANES, "C", "D"))
     moved = tensor("moved", dtype, (*PLANES, "C", "D"))
     nodes = [node("Gather", ("cache", "rows"), "kept"), node("TensorScatter", ("cache", "kept", "first"), "moved")]
@@ -56,31 +38,31 @@ def move_graph(dtype: str) -> bytes:
 
 
 def model(opset: int, nodes: Sequence[bytes], inputs: Sequence[bytes], output: bytes) -> bytes:
-    parts = [*(field(NODE, each) for each in nodes), field(GRAPH_NAME, b"moves")]
-    parts += [*(field(INPUT, each) for each in inputs), field(OUTPUT, output)]
+    parts = [*(field(onnx.NODE, each) for each in nodes), field(GRAPH_NAME, b"moves")]
+    parts += [*(field(onnx.INPUT, each) for each in inputs), field(onnx.OUTPUT, output)]
     versions = field(MODEL_OPSET, field(OPSET_VERSION, opset))
-    return field(MODEL_IR_VERSION, IR_VERSION) + field(GRAPH, b"".join(parts)) + versions
+    return field(MODEL_IR_VERSION, IR_VERSION) + field(onnx.GRAPH, b"".join(parts)) + versions
 
 
 def node(operator: str, inputs: Sequence[str], output: str) -> bytes:
     """An operator along the axis of slots."""
     axis = field(ATTRIBUTE_NAME, b"axis") + field(ATTRIBUTE_INT, SLOT_AXIS) + field(ATTRIBUTE_TYPE, INT)
     names = b"".join(field(NODE_INPUT, name.encode()) for name in inputs) + field(NODE_OUTPUT, output.encode())
-    return names + field(OPERATOR, operator.encode()) + field(ATTRIBUTE, axis)
+    return names + field(onnx.OPERATOR, operator.encode()) + field(onnx.ATTRIBUTE, axis)
 
 
 def tensor(name: str, dtype: str, axes: Sequence[str]) -> bytes:
     """An input or output of the graph, whose axes have names instead of sizes."""
-    shape = b"".join(field(DIM, field(DIM_NAME, axis.encode())) for axis in axes)
-    kind = field(ELEMENT, ELEMENTS[dtype]) + field(SHAPE, shape)
-    return field(NAME, name.encode()) + field(TYPE, field(TENSOR_TYPE, kind))
+    shape = b"".join(field(onnx.DIM, field(DIM_NAME, axis.encode())) for axis in axes)
+    kind = field(onnx.ELEMENT, onnx.ELEMENTS[dtype]) + field(onnx.SHAPE, shape)
+    return field(onnx.NAME, name.encode()) + field(onnx.TYPE, field(onnx.TENSOR_TYPE, kind))
 
 
 def field(number: int, value: int | bytes) -> bytes:
     """A field of a protobuf message: a number, or bytes with their length before them."""
     if isinstance(value, int):
-        return varint(number << 3 | VARINT) + varint(value)
-    return varint(number << 3 | BYTES) + varint(len(value)) + value
+        return varint(number << 3 | onnx.VARINT) + varint(value)
+    return varint(number << 3 | onnx.BYTES) + varint(len(value)) + value
 
 
 def varint(value: int) -> bytes:

@@ -28,8 +28,7 @@ os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
 
 
 class Provider(NamedTuple):
-    """An execution provider of ONNX Runtime. name: ONNX Runtime's. device: ONNX Runtime's name of the device on which
-    it keeps caches; None: they lie in arrays of the host."""
+    """name: of an ONNX Runtime execution provider. device: on which it keeps caches; None: in arrays of the host."""
 
     name: str
     device: str | None = None
@@ -57,13 +56,11 @@ class BoundPass(NamedTuple):
     keep_alive: list[Any]  # OrtValues over the buffers
 
     def run(self, session: Any) -> None:
-        """Run the pass over what `feeds` holds."""
         session.run_with_iobinding(self.binding)
 
 
 class OnnxRuntimeKVCache(StackedKVCache):
-    """A growing cache. The input and output of each layer are the same slice of the buffer, so a pass appends in
-    place."""
+    """A growing cache. A layer's input and output are one slice of the buffer, so a pass appends in place."""
 
     buffer: NDArray[Any]
 
@@ -172,7 +169,6 @@ class OnnxRuntimeEngine(Runner):
         return OnnxRuntimeKVCache(self) if self._memory is None else DeviceKVCache(self._memory)
 
     def score(self, batch: TokenBatch, cache: KVCache) -> ForwardOutput:
-        """See Engine.forward."""
         session = self._session  # another thread may close the engine during the pass
         if session is None:
             raise closed_error(self.spec)
@@ -238,8 +234,7 @@ class OnnxRuntimeEngine(Runner):
 
 
 def preload_cuda() -> None:
-    """Load CUDA's libraries if they are packages of this Python. ONNX Runtime's own function looks only beside its
-    package, and finds by their names those that are loaded already."""
+    """Load CUDA's libraries from packages of this Python, for ONNX Runtime, which looks only beside its own."""
     import onnxruntime
 
     packages = importlib.util.find_spec("nvidia")

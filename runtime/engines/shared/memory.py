@@ -97,8 +97,7 @@ def scratch_bytes(spec: EngineSpec) -> int:
 
 
 def buffer_bytes(spec: EngineSpec) -> int:
-    """The bytes that passes need regardless of the number of slots: logits for every width, twice because sampling
-    makes a copy of them; and states."""
+    """The bytes of any passes: states, and logits of every width, twice, because sampling makes a copy of them."""
     states = (spec.model.state_size + spec.model.state_inputs) * sum(spec.pass_widths)
     return 4 * (2 * spec.model.num_logits * sum(spec.widths) + states)
 

@@ -37,8 +37,7 @@ COMMON_TOKENS = 24  # a common prefix of this length is more than a chat templat
 
 
 class PooledEngine(Engine):
-    """An engine whose caches share one buffer of at most `slots` rows, garbage included. The wrapped engine computes
-    its passes."""
+    """An engine whose caches share one buffer of at most `slots` rows, garbage included. The wrapped one computes."""
 
     def __init__(self, engine: Engine, slots: int) -> None:
         """slots: may be fewer than the engine's capacity for one sequence. Raises EngineError when they are fewer than
@@ -66,11 +65,9 @@ class PooledEngine(Engine):
 
     @property
     def allocated(self) -> int:  # type: ignore[override]  # of this engine it changes
-        """See Engine.allocated."""
         return self._storage.capacity
 
     def num_joint(self, passes: Sequence[Pass]) -> int:
-        """See Engine.num_joint."""
         return num_fitting(self.spec, passes)
 
     def set_limit(self, slots: int | None) -> None:
@@ -93,7 +90,6 @@ class PooledEngine(Engine):
         self._few = max(self._few, retained)
 
     def new_cache(self, salt: str | None = None) -> PooledKVCache:
-        """See Engine.new_cache."""
         cache = PooledKVCache(self, salt)
         self.caches[cache] = None
         return cache

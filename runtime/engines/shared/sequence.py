@@ -39,10 +39,7 @@ class Run(NamedTuple):
 
 
 class PooledKVCache:
-    """One sequence."""
-
     def __init__(self, pool: PooledEngine, salt: str | None = None) -> None:
-        """salt: see Engine.new_cache."""
         # Of the committed and of the speculative rows, int64 [length] and [speculative], in the order of the text.
         self.slots, self.speculative_slots = NO_SLOTS, NO_SLOTS
         self.length = self.speculative = 0
@@ -106,7 +103,6 @@ class PooledKVCache:
         self.last = slots.item(-1)
 
     def truncate(self, length: int) -> None:
-        """See KVCache.truncate."""
         self.visible = NOTHING_SEEN
         self.take(self.slots[:length], self.slots[:length])
         self.run = self.run.commit(-1)

@@ -58,7 +58,7 @@ class CudaGraph:
 
 
 class CudaDevice:
-    """The GPU with CUDA's number `index`. It uses the primary context, like TensorRT and torch."""
+    """The Device with CUDA's number `index`. It uses the primary context, like TensorRT and torch."""
 
     def __init__(self, index: int = 0) -> None:
         """Raises EngineError when cuda-bindings, the driver or the GPU is missing."""
@@ -87,11 +87,9 @@ class CudaDevice:
 
     @property
     def runs_rounds(self) -> bool:
-        """See Device.runs_rounds."""
         return float(self.compute_capability) >= CAPABILITY / 10
 
     def allocate(self, nbytes: int) -> CudaMemory:
-        """See Device.allocate."""
         return CudaMemory(self, nbytes)
 
     def take(self, nbytes: int) -> int:
@@ -111,13 +109,11 @@ class CudaDevice:
         return address
 
     def release(self, function: str, handle: Any) -> None:
-        """Give something back to the driver by this function, after all queued work. The driver's functions may wait
-        for this work, but do not promise it."""
+        """Give something back to the driver after all queued work, for which its functions do not promise to wait."""
         self._released.append((function, handle))
         self._give_back()
 
     def allocate_pinned(self, nbytes: int) -> NDArray[np.uint8]:
-        """See Device.allocate_pinned."""
         self._enter()
         address = int(self._call("cuMemHostAlloc", max(nbytes, 1), 0))
         block = (ctypes.c_uint8 * nbytes).from_address(address)
@@ -153,7 +149,6 @@ class CudaDevice:
             self._call("cuLaunchKernel", self._movers[width], *grid, stream, pointers.ctypes.data, 0)
 
     def launch(self, kernel: str, grid: tuple[int, int], values: Sequence[int], stream: Stream) -> None:
-        """See Device.launch."""
         self._queue(stream)
         if kernel not in self._round_kernels:
             self._load_round_kernel(kernel)
@@ -172,7 +167,6 @@ class CudaDevice:
         return len(self._round_kernels)
 
     def capture(self, work: Callable[[], None], stream: Stream) -> CudaGraph | None:
-        """See Device.capture."""
         mode = self._driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
         with self._nothing_given_back(stream), collection_paused():
             self._call("cuStreamBeginCapture", stream, mode)

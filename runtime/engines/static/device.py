@@ -38,8 +38,7 @@ class CacheGeometry(NamedTuple):
 
 
 class RowMove(NamedTuple):
-    """A copy of row sources[i] to row targets[i], in every plane of the cache at `address`. The copies run in order, so
-    a later copy reads the rows that an earlier one wrote."""
+    """A copy of row sources[i] to targets[i], in order, in every plane of the cache at `address`."""
 
     address: int
     cache: CacheGeometry
@@ -48,8 +47,6 @@ class RowMove(NamedTuple):
 
 
 class Device(Protocol):
-    """A GPU."""
-
     @property
     def number(self) -> int:
         """Devices with the same number share memory and streams."""
@@ -80,8 +77,7 @@ class Device(Protocol):
         """Queue a kernel of `plugins/device_round`. values: addresses and numbers, in the order of its parameters."""
 
     def capture(self, work: Callable[[], None], stream: Stream) -> Any | None:
-        """Capture the work that `work` queues on `stream` as a graph, without running it. None when it cannot be
-        captured."""
+        """Capture the work that `work` queues on `stream` as a graph, without running it. None if that fails."""
 
     def replay(self, graph: Any, stream: Stream) -> None: ...
 

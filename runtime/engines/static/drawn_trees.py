@@ -1,6 +1,5 @@
 """What a round with a drawn tree does on the device: the draft's draws, and verification by traversal or rejection. The
-kernels are those of `drawn_growth.py`, `drawn_tree.py` and `remainder.py` in `plugins/device_round`, which say what the
-buffers hold."""
+kernels in `plugins/device_round` say what the buffers hold."""
 
 from __future__ import annotations
 
@@ -43,8 +42,7 @@ class TreeDraws(Draws):
     """Queues the kernels of the rounds of one shape with a drawn tree."""
 
     def extend(self, layer: int, each: Scores, slot: int) -> None:
-        """Draw a layer of the tree from the rows of a draft's pass. slot: of the layer's first node in the draft's
-        cache, -1 for none."""
+        """Draw a layer of the tree from a draft's rows. slot: of its first node in the draft's cache, -1 for none."""
         at, shape, (stride, columns, names, num_names) = self._at, self._shape, self._vocabulary
         rows, first = (1, 0) if layer == 0 else (shape.width, 1 + (layer - 1) * shape.width)
         weights, blocks = at("weights") + first * stride * DOUBLE, num_blocks(columns)

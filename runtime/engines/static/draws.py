@@ -56,8 +56,7 @@ def given_fields(shape: RoundShape) -> Fields:
 
 
 def found_fields(shape: RoundShape) -> Fields:
-    """What the host gets besides the tree: probabilities of a chain's drawn tokens, and the rows' peaks, the draft's
-    first."""
+    """Also for the host: probabilities of a chain's drawn tokens, and the rows' peaks, the draft's first."""
     if shape.verify == BEST:
         return {}
     peaks = {"row_peaks": ("float32", (num_scored(shape) + shape.size + 1,))}
@@ -109,7 +108,6 @@ class Buffers:
         raise KeyError(name)
 
     def launch(self, kernel: str, grid: tuple[int, int], pointers: tuple[int, ...], numbers: tuple[int, ...]) -> None:
-        """Queue a kernel with these addresses and numbers."""
         self._device.launch(kernel, grid, (*pointers, *numbers), self._stream)
 
 
@@ -128,8 +126,7 @@ class Draws:
         self._estimates = self._last + last * DOUBLE
 
     def extend(self, layer: int, each: Scores, slot: int) -> None:
-        """Draw the next token of a chain from the first row of a draft's pass. slot: the token's own in the draft's
-        cache, -1 for none."""
+        """Draw a chain's next token from the draft's first row. slot: the token's in the draft's cache, -1 for none."""
         at, (stride, columns, names, num_names) = self._at, self._vocabulary
         weights = at("weights") + layer * stride * DOUBLE
         row = self._row(each, self._draft_settings)

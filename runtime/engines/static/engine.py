@@ -72,8 +72,7 @@ class StaticEngine(Engine):
 
     @property
     def pool(self) -> StaticPool:
-        """The shared cache of an engine for several sequences, allocated on first use. Raises EngineError when the
-        engine is closed."""
+        """The shared cache of several sequences, allocated on first use. Raises EngineError for a closed engine."""
         with self.lock:
             if self.closed:
                 raise closed_error(self.spec)
@@ -165,16 +164,14 @@ class StaticEngine(Engine):
             self.closed = True
 
     def execution(self, shape: PassShape) -> Execution:
-        """The program, set up for a shape. All caches share it, because a captured graph contains the addresses of its
-        own cache."""
+        """The program for a shape, of all caches: a captured graph contains the addresses of its own cache."""
         if shape not in self._executions:
             self._executions[shape] = self.program.execution(shape.width, self.stream)
         return self._executions[shape]
 
 
 class StaticKVCache(GrowingKVCache):
-    """A cache of an engine for one sequence. The speculative rows follow the committed rows, so the commit of a chain
-    moves nothing."""
+    """A cache of one sequence. The speculative rows follow the committed ones: a chain's commit moves nothing."""
 
     def __init__(self, engine: StaticEngine) -> None:
         self._engine = engine
@@ -187,7 +184,6 @@ class StaticKVCache(GrowingKVCache):
 
     @property
     def buffer(self) -> NDArray[Any]:
-        """See CacheMemory.contents."""
         with self._engine.lock:
             return self._memory.contents()
 
@@ -228,7 +224,6 @@ class StaticKVCache(GrowingKVCache):
         del self._memory
 
     def move(self, rows: NDArray[np.int64], first: int) -> None:
-        """See Storage.move."""
         if (np.diff(rows) <= 0).any():
             raise EngineError("slots must be kept in ascending order, ancestors first")
         with self._engine.lock:

@@ -1,5 +1,4 @@
-"""A static cache on a device, and the passes over it. All buffers have fixed addresses, so that passes can be captured
-as CUDA graphs."""
+"""A static cache on a device, and passes over it; the addresses are fixed, so that CUDA graphs can capture passes."""
 
 from __future__ import annotations
 
@@ -65,8 +64,7 @@ class CacheMemory:
         self._engine.has_queued_moves = True
 
     def contents(self) -> NDArray[Any]:
-        """A copy of the cache in host memory, [2 * layers, 1, H_kv, C, D], float32, or uint16 with the bits of fp16 or
-        bf16."""
+        """A copy in host memory, [2 * layers, 1, H_kv, C, D]: float32, or uint16 with the bits of fp16 or bf16."""
         device, geometry, head_dim = self._engine.device, self.geometry, self._engine.spec.model.head_dim
         block = device.allocate_pinned(geometry.nbytes)
         device.download(block, self._memory.address, self._engine.stream)
@@ -148,7 +146,6 @@ class StaticPass:
         return self._engine.execution(self.shape).is_capturable(stream)
 
     def address(self, name: str) -> int:
-        """The address on the device of an input or output."""
         for layout, memory in ((self._inputs, self._device_inputs), (self._outputs, self._device_outputs)):
             if name in layout.fields:
                 return memory.address + layout.fields[name].offset

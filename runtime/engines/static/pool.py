@@ -30,8 +30,7 @@ NO_COLUMNS: NDArray[np.int64] = np.zeros(0, np.int64)
 
 
 class SharedKVCache:
-    """One sequence. first_slot: the first slot of its region. speculative_columns: the mask columns of its speculative
-    rows, in order."""
+    """A sequence's rows, from `first_slot` on. speculative_columns: the mask columns of speculative ones, in order."""
 
     def __init__(self, pool: StaticPool, first_slot: int) -> None:
         self._pool = pool
@@ -49,17 +48,14 @@ class SharedKVCache:
         return self._pool.contents(self)
 
     def commit(self, slots: Sequence[int]) -> None:
-        """See KVCache.commit. Raises EngineError for a slot that was not computed, and for more rows than the region
-        has slots."""
+        """See KVCache.commit. Raises EngineError for a slot that was not computed, and for too many rows."""
         self._pool.commit(self, slots)
 
     def truncate(self, length: int) -> None:
-        """See KVCache.truncate."""
         self._pool.truncate(self, length)
 
     @property
     def memory(self) -> CacheMemory:
-        """The memory of all sequences."""
         return self._pool.memory
 
     def has_room(self, first: int, rows: int) -> bool:
@@ -68,8 +64,7 @@ class SharedKVCache:
         return first + rows <= self._pool.share and self.length + first + rows <= self._pool.region
 
     def place(self, columns: int) -> tuple[int, int]:
-        """The first slot of the committed rows, and that of `columns` speculative ones of all sequences. The caller
-        holds the lock."""
+        """The first slots of committed rows, and of `columns` speculative ones of all. The caller holds the lock."""
         return self.first_slot, self._pool.reserve(columns)
 
     def accept(self, length: int) -> None:
@@ -82,8 +77,7 @@ class SharedKVCache:
 
 
 class StaticPool:
-    """The shared cache of an engine that was built for several sequences. Several threads may use it. region: the slots
-    of a sequence."""
+    """The shared cache of several sequences. Several threads may use it. region: the slots of a sequence."""
 
     def __init__(self, engine: StaticEngine) -> None:
         self.spec = engine.spec
@@ -98,8 +92,7 @@ class StaticPool:
 
     @property
     def share(self) -> int:
-        """The number of speculative rows that each sequence may have, regardless of the other sequences and of the
-        width of a pass."""
+        """The speculative rows that each sequence may have, whatever the others have, and however wide a pass is."""
         return (self._columns - self.spec.pass_widths[-1]) // self.spec.max_batch
 
     def new_cache(self) -> SharedKVCache:
@@ -117,7 +110,6 @@ class StaticPool:
             return cache
 
     def release(self, cache: SharedKVCache) -> None:
-        """See SharedKVCache.close."""
         with self._engine.lock:
             if self._caches.get(cache.first_slot) is cache:
                 del self._caches[cache.first_slot]
@@ -149,7 +141,6 @@ class StaticPool:
         return outputs
 
     def commit(self, cache: SharedKVCache, slots: Sequence[int]) -> None:
-        """See SharedKVCache.commit."""
         if any(not 0 <= slot < cache.speculative for slot in slots):
             raise EngineError(f"slots {list(slots)} were not computed; {cache.speculative} speculative rows exist")
         length = cache.length + len(slots)
@@ -161,12 +152,10 @@ class StaticPool:
             cache.length, cache.speculative_columns = length, NO_COLUMNS
 
     def truncate(self, cache: SharedKVCache, length: int) -> None:
-        """See SharedKVCache.truncate."""
         with self._engine.lock:  # a pass of another thread may be compacting rows
             cache.length, cache.speculative_columns = min(cache.length, length), NO_COLUMNS
 
     def contents(self, cache: SharedKVCache) -> NDArray[Any]:
-        """See SharedKVCache.buffer."""
         with self._engine.lock:
             self._queue_moves()
             return self.memory.contents()[:, :, :, cache.first_slot : cache.first_slot + self.region]
@@ -261,7 +250,6 @@ def copy_rows(output: ForwardOutput, rows: slice, ranking_only: bool) -> Forward
 
 
 def too_long_error(rows: int, slots: int) -> EngineError:
-    """The error for a sequence with more rows than its region has slots."""
     return EngineError(
         f"{rows} rows exceed the {slots} cache slots that this engine has for a sequence: "
         "shorten the request or rebuild with a larger --max-length"

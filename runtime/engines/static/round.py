@@ -48,9 +48,8 @@ class CachePlace(NamedTuple):
 
 
 class TextPlace(NamedTuple):
-    """A text of a round. length: the target's committed rows; the draft's are as many and one, without the pending
-    tokens. target, draft: in each cache the first slot of the committed rows, and the slot of the masks' first
-    column."""
+    """length: the target's committed rows; the draft's are as many and one, without the pending tokens. target, draft:
+    in each cache the first slot of the committed rows, and the slot of the masks' first column."""
 
     length: int
     pending: Sequence[int]

@@ -1,5 +1,4 @@
-"""Rounds on the device over static caches: which shapes fit, which texts share a round, and what the caches are
-afterwards."""
+"""Rounds on the device over static caches: which shapes fit, which texts share one, and the caches afterwards."""
 
 from __future__ import annotations
 
@@ -49,7 +48,6 @@ class StaticRounds(Rounds):
         self.closed = False
 
     def fits(self, shape: RoundShape, num_pending: int) -> bool:
-        """See Rounds.fits."""
         depth, size, width = shape[:3]
         if not 0 < num_pending <= PENDING or not self._shared.runs(shape):
             return False
@@ -60,7 +58,6 @@ class StaticRounds(Rounds):
         return self._draft.has_room(0, PENDING) and self._target.has_room(0, size + 1)
 
     def round(self, shape: RoundShape, pending: Sequence[int], draws: RoundDraws | None = None) -> WholeRound:
-        """See Rounds.round."""
         return WholeRound(self._shared.runner(shape), self, self._target, tuple(pending), draws)
 
     def place(self, pending: tuple[int, ...], target_columns: int, draft_columns: int) -> TextPlace:
@@ -69,13 +66,11 @@ class StaticRounds(Rounds):
         return TextPlace(self._target.length, pending, *places)
 
     def accept(self, outcome: RoundOutcome) -> None:
-        """Take the result of a round."""
         length = self._target.length + 1
         self._target.accept(length + len(outcome.accepted))
         self._draft.accept(length + outcome.num_scored)
 
     def close(self) -> None:
-        """See Rounds.close."""
         self.closed = True
 
 
@@ -104,8 +99,7 @@ class SharedRounds:
         return self.target.spec.max_batch > 1
 
     def runs(self, shape: RoundShape) -> bool:
-        """Whether passes and kernels are wide enough for a text's rounds of this shape. Rounds of several texts are run
-        at temperature 0 alone."""
+        """Whether passes and kernels suffice for such rounds; those of several texts are run at temperature 0 alone."""
         if shape.verify != BEST and (self.is_joint or not self._vocabulary.fits):
             return False
         width, rows, ranked = shape.width, shape.size + 1, bindings.top_columns(self._vocabulary.draft)
@@ -167,8 +161,7 @@ class SharedRounds:
         return Round(self.target.device, self.target.stream, shape, passes, scoring, caches, self._names, texts)
 
     def _passes(self, shape: RoundShape, texts: int) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
-        """Rows and first column of each pass of the target, and of the draft. As many texts share a pass of the target
-        as fit; the next pass takes the same columns."""
+        """Rows and first column of the target's passes, each of as many texts as fit, and of the draft's."""
         rows, width = shape.size + 1, shape.width
         fitting = self.target.spec.max_width // rows
         targets = [(min(fitting, texts - first) * rows, 0) for first in range(0, texts, fitting)]
@@ -205,9 +198,7 @@ class StaticRunner(RoundRunner):
         self._shared, self._shape = shared, shape
 
     def num_joint(self, rounds: Sequence[WholeRound]) -> int:
-        """See RoundRunner.num_joint."""
         return min(len(rounds), self._shared.most_texts(self._shape))
 
     def forward(self, rounds: Sequence[WholeRound]) -> list[RoundOutcome]:
-        """See RoundRunner.forward."""
         return self._shared.run(self._shape, rounds)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import logging
 import mmap
 import tempfile
@@ -12,6 +11,7 @@ from typing import Any
 
 from ....models import bindings
 from ....models.errors import EngineError
+from ....models.release import version_of
 from ....plugins.tensorrt import load_tensorrt, tensorrt_logger
 from ....plugins.tree_attention.library import MAGIC
 from ....plugins.tree_attention.plugin import register
@@ -71,7 +71,6 @@ class TensorRTProgram:
         self._cache: Any = None
 
     def execution(self, width: int, stream: Stream) -> TensorRTExecution:
-        """An execution context with the optimisation profile for `width` rows."""
         config = self._engine.create_runtime_config()
         config.set_execution_context_allocation_strategy(self._trt.ExecutionContextAllocationStrategy.USER_MANAGED)
         if self._is_rtx:
@@ -114,13 +113,10 @@ class TensorRTProgram:
 
 
 class TensorRTExecution:
-    """An execution context of TensorRT."""
-
     def __init__(self, context: Any, inputs: Set[str], is_rtx: bool) -> None:
         self._context, self._inputs, self._is_rtx = context, inputs, is_rtx
 
     def bind(self, name: str, shape: tuple[int, ...], address: int) -> None:
-        """See Execution.bind."""
         if name in self._inputs and not self._context.set_input_shape(name, shape):
             raise EngineError(f"TensorRT refuses {name} of shape {shape}: rebuild the bundle for these widths")
         if not self._context.set_tensor_address(name, address):
@@ -197,14 +193,7 @@ def machine_with(device: CudaDevice | None) -> compatibility.Machine:
 
 
 def installed_packages() -> Mapping[str, str]:
-    """The versions of the installed TensorRT packages, by name."""
-    versions = {}
-    for package in PACKAGES:
-        try:
-            versions[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return versions
+    return {package: found for package in PACKAGES if (found := version_of(package)) is not None}
 
 
 def check_tensors(engine: Any, file: str, spec: EngineSpec) -> None:
@@ -239,8 +228,7 @@ def narrowest_mask(engine: Any) -> int:
 
 
 def profile_for(families: Sequence[WidthFamily], width: int) -> int:
-    """The index of the best profile for `width` rows: tuned for at least as many rows if there is one, then with the
-    smallest maximum. Raises EngineError when no profile allows `width` rows."""
+    """The best profile for `width` rows: tuned for as many if possible, the smallest of these. Raises EngineError."""
     fitting = [
         (family.optimum < width, family.maximum, index)
         for index, family in enumerate(families)

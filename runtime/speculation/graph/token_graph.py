@@ -37,7 +37,6 @@ class Best:
         bisect.insort(self._values, value)
 
     def withdraw(self, value: float) -> None:
-        """Remove a token that was offered."""
         del self._values[bisect.bisect_left(self._values, value)]
 
     def admits(self, value: float) -> bool:
@@ -108,7 +107,6 @@ class TokenGraph:
         self.edges[parent].append(Edge(node, gain, False, R))
 
     def reaches(self, start: int, goal: int) -> bool:
-        """Whether a path leads from `start` to `goal`."""
         stack, seen = [start], {start}
         while stack:
             node = stack.pop()

@@ -52,9 +52,8 @@ class GraphMerger:
 
 @dataclass(frozen=True, slots=True)
 class UnexpandedMerger:
-    """For drawn tokens, verified by recursive rejection: merges only into a node that was created after the parent and
-    has no children yet. The existence of an edge must not depend on tokens drawn below its end (docs/papers.md, What
-    is biased)."""
+    """For drawn tokens, verified by recursive rejection: merges only into a node created after the parent, without
+    children yet. An edge must not depend on tokens drawn below its end (docs/papers.md, What is biased)."""
 
     tau: int
 

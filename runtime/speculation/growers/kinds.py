@@ -1,5 +1,4 @@
-"""The table of growers by name: the kind of their proposals, the depth, and the rows of the draft passes. A new grower
-needs a row here."""
+"""The table of growers by name. A new grower needs a row here."""
 
 from __future__ import annotations
 
@@ -125,7 +124,6 @@ class GrowerKind:
 
 
 def fixed_shape(shape: Callable[[Topology, Topology], Topology]) -> GrowerKind:
-    """The kind of growers whose settings fix the shape of the tree."""
     return GrowerKind(
         lambda g: StaticTree(shallow(g.shape, g.depth), g.merger()),
         lambda g: RankedStaticTree(shallow(g.shape, g.depth), g.merger()),

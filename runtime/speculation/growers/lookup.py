@@ -1,5 +1,4 @@
-"""Prompt lookup: the tokens after the last earlier occurrence of the text's final n-gram are proposed, without a draft
-pass."""
+"""Prompt lookup: proposes what followed the last earlier occurrence of the text's final n-gram, without a draft."""
 
 from __future__ import annotations
 
@@ -12,8 +11,7 @@ LENGTHS = (8, 6, 4, 3, 2)  # n-grams of a lookup that looks for long ones first
 
 
 class PromptLookup:
-    """Index of one request's text by n-grams of the given lengths. A token is entered once for each length, when
-    something is looked up, and a lookup is one dictionary access for each."""
+    """Index of a request's text by n-grams, entered at a lookup, which is one dictionary access for each length."""
 
     def __init__(self, ngrams: Sequence[int], length: int) -> None:
         """ngrams: lengths, those first that a lookup prefers. length: most tokens of a lookup."""

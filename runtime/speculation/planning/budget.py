@@ -31,8 +31,7 @@ PRICES = np.geomspace(0.25, 6.0, 24)  # of a second, in what plain decoding yiel
 
 
 class Decision(NamedTuple):
-    """The number of a request's choice among those of `candidates`, and the speed of all requests together over that of
-    plain decoding."""
+    """The number of a choice among `candidates`, and the speed of all requests together over plain decoding's."""
 
     candidates: Candidates
     number: int
@@ -52,8 +51,7 @@ class DraftBudget:
     """The requests of one scheduler, and what each of them proposes next."""
 
     def __init__(self, drift: Drift | None = None, draft_context: int | None = None) -> None:
-        """drift: how their passes differ from the costs at present; None where no clock may decide. draft_context: see
-        LlamaConfig."""
+        """drift: of passes from the costs; None where no clock may decide. draft_context: see LlamaConfig."""
         self.drift = drift
         # How often the requests were given other choices than before.
         self.changes = 0
@@ -94,13 +92,11 @@ class DraftBudget:
         self._served.clear()
 
     def observe_pass(self, rows: int, batch_size: int, context: int, seconds: float) -> None:
-        """Learn what a pass of the target took that `batch_size` texts shared. context: committed tokens of each, on
-        average."""
+        """Learn what a pass took that `batch_size` texts shared. context: committed tokens of each, on average."""
         if self.drift is not None:
             self.drift.observe_shared(rows, batch_size, context, seconds)
 
     def leave(self, member: Hashable) -> None:
-        """Take a request out that has ended."""
         self._candidates.pop(member, None)
         self._choices.pop(member, None)
         self._served.discard(member)
@@ -122,9 +118,8 @@ def even_rates(candidates: Candidates, costs: Costs) -> NDArray[np.float64]:
 
 
 def allocate(members: Sequence[Candidates], costs: Costs) -> Solution:
-    """A choice for every request, so that all together yield the most tokens per second. Each member stands for as
-    many of the requests that share passes. Costs are those of joint passes, in which all requests draft side
-    by side."""
+    """The choices that yield the most tokens per second together. Each member stands for as many of the requests that
+    share passes. Costs are those of joint passes, in which all requests draft side by side."""
     if all(candidates is members[0] for candidates in members):
         rates = even_rates(members[0], costs)
         best = int(rates.argmax())

@@ -68,13 +68,10 @@ class RoundPlan(NamedTuple):
 
     @property
     def limits(self) -> Limits:
-        """What limits the configuration's proposals."""
         return self.depth, self.size, self.chain, self.chosen
 
 
 class Controller:
-    """Plans the rounds of one request."""
-
     def __init__(
         self,
         costs: CostModel,
@@ -203,8 +200,7 @@ class Controller:
         return plain._replace(speed_up=best.speed_up, reason=reason)
 
     def _candidates(self, remaining: int, reading_time: float = 0.0) -> Candidates:
-        """What the request could propose. Where the draft has much to read first, each proposal pays its part of that
-        time."""
+        """What the request could propose. What the draft has to read first, each proposal pays its part of."""
         reading = round(reading_time / (remaining * self._plain_seconds), READING_DIGITS) * self._plain_seconds
         most = min(remaining, self._shapes.depth)
         return self._history.candidates(self._estimates, self._shapes, most, self._hosts, reading)

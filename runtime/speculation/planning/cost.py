@@ -1,5 +1,4 @@
-"""CostModel: seconds of a pass of either engine, by rows and context. Without input or output: `bundle/costs.py`
-stores the table."""
+"""CostModel: seconds of either engine's pass, by rows and context. `bundle/costs.py` stores the table."""
 
 from __future__ import annotations
 
@@ -43,8 +42,7 @@ class PassCosts:
             raise ValueError(f"widths {self.widths} and contexts {self.contexts} must be from 1 or 0 to {MAX_TOKENS}")
 
     def at(self, rows: int, context: int) -> float:
-        """Seconds of a pass, interpolated between the nearest contexts. Beyond the greatest measured width the seconds
-        are proportional to the rows."""
+        """Seconds, interpolated between the nearest contexts, and in proportion to rows beyond the measured ones."""
         at = bisect_left(self.widths, rows)
         between = len(self.contexts) == 1 or context < self.contexts[-1]
         if between and at < len(self.widths) and (self.widths[at] == rows or self.padded):

@@ -71,7 +71,6 @@ class Drift:
 
     @property
     def factors(self) -> Factors:
-        """By which plans are made."""
         self._count_waiting()
         return self._factors
 
@@ -122,7 +121,6 @@ class Drift:
         self.observe(rows, target.at(rows, target.read(context, batch_size)), seconds)
 
     def costs(self) -> CostModel:
-        """The costs by `factors`."""
         factors = self.factors
         if factors not in self._known:
             stored, slower = self._stored, np.exp(STEP * np.array(factors))

@@ -56,8 +56,7 @@ class Shapes(NamedTuple):
 
 
 class VerifierChoice(NamedTuple):
-    """The verifier's choice below one row. rank: of the accepted child, None if none was. offered: number of
-    children."""
+    """The choice below one row. rank: of the accepted child, None if none was. offered: number of children."""
 
     rank: int | None
     offered: int
@@ -89,8 +88,7 @@ class AcceptanceEstimate:
     """Acceptance counts of one request's rounds, or of many requests'; recent rounds have more weight."""
 
     def __init__(self, shapes: Shapes, general: AcceptanceEstimate | None = None) -> None:
-        """general: of all requests, which these counts depart from, and which learns from the same rounds. None for the
-        estimate of all requests itself."""
+        """general: the estimate of all requests, from which this departs, learning from the same rounds; else None."""
         self._shapes, self._general = shapes, general
         self._memory = LONG_MEMORY if general is None else MEMORY
         self._offered, self._accepted = np.zeros(shapes.grid), np.zeros(shapes.grid)

@@ -34,8 +34,7 @@ class History:
         self.plain_rounds = self.untried_rounds = 0
 
     def estimate_for(self, shapes: Shapes, greedy: bool, chosen: bool = False) -> AcceptanceEstimate:
-        """The estimate of a new request, above that of all. The least recently used ones are dropped if there are too
-        many."""
+        """The estimate of a new request, above that of all. Of too many the least recently used ones are dropped."""
         kind = shapes, greedy, chosen
         with self._lock:
             general = self._general.pop(kind, None) or AcceptanceEstimate(shapes)

@@ -54,8 +54,7 @@ class LookupEstimate:
     """How often tokens that a lookup found are right, by the length of the n-gram and the depth."""
 
     def __init__(self, general: LookupEstimate | None = None) -> None:
-        """general: of all requests, which these counts depart from, and which learns from the same rounds; None for the
-        estimate of all requests itself."""
+        """general: the estimate of all requests, from which this departs, learning from the same rounds; else None."""
         self._general = general
         self._memory = LONG_MEMORY if general is None else MEMORY
         # n -> of every depth
@@ -63,7 +62,6 @@ class LookupEstimate:
         self._right: dict[int, list[float]] = defaultdict(lambda: [0.0] * DEPTHS)
 
     def observe(self, match: Match, following: Sequence[int]) -> None:
-        """Learn from the tokens that followed a match."""
         if self._general is not None:
             self._general.observe(match, following)
         tried, right, memory = self._tried[match.ngram], self._right[match.ngram], self._memory

@@ -1,5 +1,4 @@
-"""Predicted seconds of a pass, from what a device reads and multiplies: for engines that were not measured, and for
-tables that are marked as predicted."""
+"""Predicted seconds of a pass, from what a device reads and multiplies: where none were measured."""
 
 from __future__ import annotations
 
@@ -15,8 +14,7 @@ CONTEXTS = (0, 1 << 12, 1 << 15)
 
 
 class Device(NamedTuple):
-    """name: of a GPU, a part of what the driver says. bytes_per_second: of the memory. flops: dense, of a GPU in half
-    precision."""
+    """name: a part of the driver's, of a GPU. bytes_per_second: of the memory. flops: dense, a GPU's in fp16."""
 
     name: str
     memory_bytes: float
@@ -63,8 +61,6 @@ def pass_seconds(device: Device, sizes: PassSizes, rows: int, context: int) -> f
 
 
 def predicted(device: Device, target: PassSizes, draft: PassSizes | None) -> CostModel:
-    """Costs of a pair."""
-
     def passes(sizes: PassSizes) -> PassCosts:
         seconds = tuple(tuple(pass_seconds(device, sizes, rows, context) for rows in WIDTHS) for context in CONTEXTS)
         return PassCosts(WIDTHS, CONTEXTS, seconds)

@@ -18,8 +18,7 @@ CONTEXT_STEP = 64  # tokens of context after which costs are looked up again, fo
 
 
 class ProposalTable(NamedTuple):
-    """The choices of some shapes: arrays [C]. The first is plain decoding; the others are all proposals [sources, kinds
-    and sizes, depths]."""
+    """The choices of some shapes, arrays [C]: plain decoding, then all proposals [sources, kinds and sizes, depths]."""
 
     # Proposed tokens.
     tokens: NDArray[np.int64]
@@ -55,8 +54,7 @@ def table_of(shapes: Shapes, most: int, sources: int) -> ProposalTable:
 
 
 class Candidates(NamedTuple):
-    """What a request could propose: arrays [C] beside its table. tokens: expected of the round. host: seconds outside
-    both engines."""
+    """Arrays [C] beside their table. tokens: expected of the round. host: seconds outside both engines."""
 
     table: ProposalTable
     tokens: NDArray[np.float64]
