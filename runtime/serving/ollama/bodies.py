@@ -116,7 +116,8 @@ def to_messages(messages: list[Message]) -> list[dict[str, Any]]:
     written, waiting = conversation(messages), list[dict[str, Any]]()
     for index, message in enumerate(written):
         message |= {"content": message.get("content", ""), "reasoning_content": message.get("thinking")}
-        calls = [{"id": f"call_{index}_{number}", **call} for number, call in enumerate(message.get("tool_calls", ()))]
+        given = enumerate(message.get("tool_calls", ()))
+        calls = [{**call, "id": call.get("id") or f"call_{index}_{number}"} for number, call in given]
         message["tool_calls"], waiting = calls, calls or waiting
         if message["role"] == "tool":
             name = message.get("tool_name")

@@ -29,6 +29,9 @@ TOOL: dict[str, Any] = {"type": "function", "function": {"name": "weather", "par
 GREEDY = {"temperature": 0, "num_predict": 24}
 SAMPLED = {"max_tokens": 24, "temperature": 0}  # the same for OpenAI's API
 CHAT, GENERATE = "/api/chat", "/api/generate"
+CALLED: dict[str, Any] = {"role": "assistant", "content": ""}
+CALLED["tool_calls"] = [{"function": {"name": "now", "arguments": {}}}]
+TOLD = {"role": "tool", "content": "noon"}
 DURATIONS = ("total_duration", "load_duration", "prompt_eval_duration", "eval_duration")
 
 
@@ -156,7 +159,8 @@ def test_calls_of_tools_come_whole(client: Any, post: Any) -> None:
     result = {"role": "tool", "tool_name": "now", "content": "noon"}
     assert chat(client, USER, answer.message, result, tools=[now]).eval_count
     strict = {**TOOL, "function": {**TOOL["function"], "strict": True}}
-    body = {"messages": [USER], "tools": [strict], "think": False, "format": SCHEMA, "stream": False}
+    before = {**CALLED, "tool_calls": [{**CALLED["tool_calls"][0], "id": None, "type": "function"}]}
+    body = {"messages": [USER, before, TOLD], "tools": [strict], "think": False, "format": SCHEMA, "stream": False}
     told = post(CHAT, **body, options={"logit_bias": biases, "temperature": 0}).json()["message"]["tool_calls"]
     assert told[0]["function"]["arguments"]["city"] in ("Bern", "Oslo") and told[0]["id"].startswith("call_")
 
@@ -239,8 +243,6 @@ def test_a_stream_has_a_line_for_each_object(post: Any) -> None:
         assert whole.headers["content-type"] == "application/json" and whole.json().keys() == lines[-1].keys()
 
 
-CALLED = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "now", "arguments": {}}}]}
-TOLD = {"role": "tool", "content": "noon"}
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
     (CHAT, {"messages": [USER] * 4097}, "messages"),
     (CHAT, {"messages": [{"role": "x", "content": "x"}]}, "role"),
