@@ -252,7 +252,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     (CHAT, {"messages": [USER, CALLED, TOLD, TOLD]}, "messages[3].tool_call_id must be the id of an earlier"),
     (CHAT, {"messages": [USER, CALLED, {**TOLD, "tool_name": "other"}]}, "messages[2].tool_call_id"),
     (CHAT, {"messages": [{**CALLED, "tool_calls": [{}]}, USER]}, "messages[0].tool_calls[0]"),
-    (CHAT, {"messages": [{**CALLED, "tool_calls": [{"function": 5, "id": []}]}, TOLD]}, "tool_call_id"),
+    (CHAT, {"messages": [{**CALLED, "tool_calls": [{"function": 5, "id": []}]}, TOLD]}, "tool_calls[0] must be a call"),
     (CHAT, {"messages": [{**CALLED, "thinking": 5}, USER], "tools": [{}]}, "tools[0]"),
     (
         CHAT,
