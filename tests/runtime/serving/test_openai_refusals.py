@@ -200,7 +200,7 @@ def test_what_is_no_body_is_refused(http: Any, body: bytes, named: str) -> None:
 
 
 def test_a_wrong_address_says_what_there_is_and_a_wrong_method_which_one(http: Any) -> None:
-    for path in ("/v2", "/v1", "/chat/completions", "/v1/embeddings", "/v1/responses/x"):
+    for path in ("/v2", "/v1", "/chat/completions", "/v1/embeddings", "/v1/responses/x/y"):
         message = message_of(http.post(path, json={"input": "hello"}), 404)
         assert f"POST {path};" in message and "/v1/chat/completions" in message
     for method, path, allowed in (("GET", "/v1/completions", "POST"), ("DELETE", "/v1/models", "GET")):
