@@ -7,8 +7,7 @@ an earlier one ended.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
@@ -23,7 +22,6 @@ from ...models.bindings import TARGET
 from ...models.config import LlamaConfig
 from ...models.errors import ConfigError
 from ...models.plain_files import read_object
-from ...plugins.native.processor import available
 from ...runtime.bundle.staging import replaceable
 from ...runtime.text.tokenizer import Tokenizer
 from ..checkpoints.checkpoint import Checkpoint
@@ -33,6 +31,7 @@ from ..pipeline import end_of_text, refuse_draft
 from ..plots import acceptance_svg
 from ..progress import Begin, Step, remark
 from ..tokenizer import check_known
+from ..torch_settings import is_half_fast, torch_settings
 from .batches import Batch, pack, training_batches
 from .card import origin_of
 from .conversation import layout_of, questions_of
@@ -59,7 +58,6 @@ from .training import MEASURED_SECONDS, Progress, Schedule, Trainer
 TEXT_SECONDS, CHECKPOINT, LOG, PLOT = "text.json", "training.safetensors", "training.json", "acceptance.svg"
 MAX_HELD_OUT = 1 << 13  # tokens of held-out answers at each temperature
 HELD_OUT_SEQUENCES = 8  # of a batch
-HALF_PRODUCTS = ("avx512_bf16", "amx_bf16")
 MAX_STATES = 4096  # hidden states from which the rows of untrained tokens are made
 
 
@@ -265,24 +263,3 @@ def figures_of(trainer: Trainer, found: Acceptance, coverage: float) -> dict[str
         "intermediate": config.intermediate_size,
         "curve": [point._asdict() for point in now.curve],
     }
-
-
-def is_half_fast(device: torch.device) -> bool:
-    """Whether matrix products in bf16 are faster: on a GPU, and on a CPU with instructions for them."""
-    return device.type == "cuda" or not available(()).isdisjoint(HALF_PRODUCTS)
-
-
-@contextmanager
-def torch_settings(threads: int) -> Iterator[None]:
-    """Use so many threads of torch inside the block; 0: torch's own choice. Subnormal numbers count as 0 there: on a
-    CPU, gradients with such numbers take several times as long."""
-    before = torch.get_num_threads()
-    for kind in (np.float16, np.float32, np.float64):
-        np.finfo(kind)  # numpy looks for subnormal numbers once, and warns where there are none
-    torch.set_flush_denormal(True)
-    torch.set_num_threads(threads or before)
-    try:
-        yield
-    finally:
-        torch.set_flush_denormal(False)
-        torch.set_num_threads(before)

@@ -11,8 +11,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import chain
@@ -24,18 +23,17 @@ from torch import Tensor
 
 from ...models.acceptance_head import DESCRIPTION, write_head
 from ...models.bindings import DRAFT, TARGET
-from ...models.config import LlamaConfig
 from ...models.errors import CheckpointError, ConfigError, RequestError
 from ...models.head_config import ACCEPT, REJECT
 from ...models.layers import num_parameters
 from ...runtime.bundle.staging import staging_folder
 from ...runtime.text.tokenizer import Tokenizer
 from ..checkpoints.checkpoint import Checkpoint, check_same_tokens
-from ..distillation.distill import is_half_fast
 from ..pipeline import one_vocabulary, refuse_draft
 from ..plots import training_svg
 from ..progress import Begin, Step
 from ..tokenizer import check_known
+from ..torch_settings import is_half_fast, torch_settings
 from .calibration import Floats, calibration, fit_temperature
 from .data import Collected, Examples, collect, load_frozen
 from .network import AcceptanceHead, log_odds
@@ -46,7 +44,9 @@ TRAINING, HELD_OUT = "training", "held-out"
 ROWS_PER_STEP = 512  # examples per optimizer step
 WARM_UP = 0.03  # share of the steps with a rising learning rate, as published
 WEIGHT_DECAY = 0.01
-SMALL_MODEL = 30_000_000  # models with fewer parameters train on one thread
+# Targets with fewer parameters train on one thread: waking threads costs more than a small model's passes, and threads
+# stall each other if another program uses a core.
+SMALL_MODEL = 30_000_000
 
 
 def train_head(options: HeadTraining, prompts: Sequence[str], begin: Begin) -> HeadResult:
@@ -68,8 +68,8 @@ def train_head(options: HeadTraining, prompts: Sequence[str], begin: Begin) -> H
     tokenizer = shared_tokenizer(checkpoints)
     checkpoints = one_vocabulary(checkpoints, tokenizer, begin)
     encoded = encode(options, checkpoints, tokenizer, prompts)
-    threads = torch_threads(options.threads, checkpoints[TARGET].config)
-    with threads, staging_folder(options.output, DESCRIPTION, CheckpointError) as staging:
+    threads = options.threads or int(num_parameters(checkpoints[TARGET].config) < SMALL_MODEL)
+    with torch_settings(threads), staging_folder(options.output, DESCRIPTION, CheckpointError) as staging:
         generator, collected = torch.Generator().manual_seed(options.seed), Collected(options, encoded, begin)
         train, held = [
             gather(options, checkpoints, part, count, kind, begin, generator, collected)
@@ -244,19 +244,6 @@ def judge(
         float(torch.cat((train.p_acc, held.p_acc)).mean()),
         seconds,
     )
-
-
-@contextmanager
-def torch_threads(threads: int, target: LlamaConfig) -> Iterator[None]:
-    """Use `threads` threads inside the block. 0 means one thread for a small target and torch's default for a large
-    one: waking threads costs more than a small model's passes, and threads stall each other if another program uses a
-    core."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads or (1 if num_parameters(target) < SMALL_MODEL else before))
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def as_floats(tensor: Tensor) -> Floats:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from distilling import distilled, options, write_target
 
-from draftwood.builder.distillation.distill import torch_settings
+from draftwood.builder.torch_settings import torch_settings
 
 
 @pytest.fixture(scope="session")

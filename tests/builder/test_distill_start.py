@@ -13,6 +13,7 @@ from checkpoints import write_checkpoint
 from distilling import COLUMNS, distilled, options, written
 from safetensors.torch import load_file, save_file
 
+from draftwood.builder import torch_settings
 from draftwood.builder.checkpoints.checkpoint import Checkpoint
 from draftwood.builder.distillation import distill as distill_module
 from draftwood.builder.distillation.card import EARLIER
@@ -93,8 +94,8 @@ def test_a_draft_that_a_training_cannot_begin_with_is_refused(draft: Path, targe
 
 def test_bf16_is_for_processors_that_multiply_it(monkeypatch: pytest.MonkeyPatch) -> None:
     for listed, expected in ({"avx2", "fma"}, False), ({"avx2", "avx512_bf16"}, True):
-        monkeypatch.setattr(distill_module, "available", lambda wanted, listed=listed: listed | set(wanted))
-        assert distill_module.is_half_fast(torch.device("cpu")) is expected
+        monkeypatch.setattr(torch_settings, "available", lambda wanted, listed=listed: listed | set(wanted))
+        assert torch_settings.is_half_fast(torch.device("cpu")) is expected
 
 
 def test_a_target_that_finishes_no_text_in_time_is_named(target: Path, tmp_path: Path) -> None:
