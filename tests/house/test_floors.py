@@ -24,6 +24,7 @@ RESERVED = {
         "models/llama.py",
         "builder/head/",
         "builder/distillation/",
+        "builder/torch_settings.py",
         "builder/quantization/calibration.py",
     ),
     "llguidance": ("runtime/structured/",),
