@@ -124,11 +124,11 @@ def opened(options: BuildOptions, advance: Callable[[], None]) -> dict[str, Chec
 
 def refuse_beside_states(options: BuildOptions) -> None:
     """Raises ConfigError for what a draft that reads its target's states cannot have."""
+    told = f"is not for {options.draft}, a head that reads its target's states"
+    if options.acceptance_head is not None:
+        raise ConfigError(f"--acceptance-head {told}: leave it out, since draftwood train-head trains none for it")
     if options.is_calibrated(DRAFT):
-        raise ConfigError(
-            f"--calibration is not for {options.draft}, a head that reads its target's states: build it in int8 "
-            "(--draft-precision int8), or leave --calibration out"
-        )
+        raise ConfigError(f"--calibration {told}: build it with --draft-precision int8, or leave --calibration out")
 
 
 def refuse_draft(target: Checkpoint) -> None:

@@ -212,6 +212,8 @@ def test_what_a_head_cannot_be_is_refused(target: Path, tmp_path: Path) -> None:
         Checkpoint(head)
     with pytest.raises(CheckpointError, match="leave --draft-lora out"):
         built(target, head, tmp_path / "bundle", draft_lora=target)
+    with pytest.raises(ConfigError, match="--acceptance-head is not for"):
+        built(target, head, tmp_path / "bundle", acceptance_head=target)
     calibrated: dict[str, Any] = {"precision": "int4", "draft_precision": "int4", "calibration": target}
     with pytest.raises(ConfigError, match="--draft-precision int8"):
         built(target, head, tmp_path / "bundle", **calibrated)
