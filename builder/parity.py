@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from ..models.bindings import INTEGERS
 from ..models.errors import BundleError
 from ..runtime.engines.base import Engine, EngineSpec, TokenBatch
+from ..runtime.engines.cache import joined_states
 from ..runtime.engines.passes import causal_batch
 
 TOLERANCE = 2e-4  # for fp32, relative to the largest logit if that exceeds 1
@@ -142,5 +143,4 @@ def rows_of(spec: EngineSpec) -> Rows:
         first += count
     tokens = np.concatenate([batch.token_ids[:count] for batch, count in zip(passes, counts, strict=True)])
     positions = np.concatenate([batch.position_ids[:count] for batch, count in zip(passes, counts, strict=True)])
-    states = [batch.states for batch in passes if batch.states is not None]
-    return Rows(tokens, positions, mask, np.concatenate(states) if states else None)
+    return Rows(tokens, positions, mask, joined_states(passes))

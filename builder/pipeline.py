@@ -124,14 +124,11 @@ def opened(options: BuildOptions, advance: Callable[[], None]) -> dict[str, Chec
 
 def refuse_beside_states(options: BuildOptions) -> None:
     """Raises ConfigError for what a draft that reads its target's states cannot have."""
-    if BACKENDS[options.backend].is_compiled:
-        able = " or ".join(name for name, each in BACKENDS.items() if not each.is_compiled)
-        raise ConfigError(f"{options.draft} reads its target's states, which plans do not return: use --backend {able}")
+    told = f"is not for {options.draft}, a head that reads its target's states"
+    if options.acceptance_head is not None:
+        raise ConfigError(f"--acceptance-head {told}: leave it out, since draftwood train-head trains none for it")
     if options.is_calibrated(DRAFT):
-        raise ConfigError(
-            f"--calibration is not for {options.draft}, a head that reads its target's states: build it in int8 "
-            "(--draft-precision int8), or leave --calibration out"
-        )
+        raise ConfigError(f"--calibration {told}: build it with --draft-precision int8, or leave --calibration out")
 
 
 def refuse_draft(target: Checkpoint) -> None:
@@ -237,6 +234,8 @@ def remarks(options: BuildOptions, checkpoints: Mapping[str, Checkpoint]) -> Ite
         yield f"Replacing the bundle in {options.output} at the end"
     for role, checkpoint in checkpoints.items():
         yield from (f"The {role}: {note}" for note in checkpoint.notes)
+        if checkpoint.config.reads is not None and BACKENDS[options.backend].is_compiled:
+            yield "Rounds of a draft that reads its target's states run on the host, not on the GPU as a whole"
     if not isinstance(options.draft, Path):
         return
     target, draft = (num_parameters(checkpoints[role].config) for role in ROLES)

@@ -8,6 +8,7 @@ costs, wrong ones, and those of a machine whose speed changes.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -20,10 +21,12 @@ from draftwood.runtime.speculation.planning.controller import Controller, RoundP
 from draftwood.runtime.speculation.planning.cost import CostModel, PassCosts
 from draftwood.runtime.speculation.planning.drift import Drift, scaled
 from draftwood.runtime.speculation.planning.history import History
+from draftwood.runtime.speculation.planning.lookups import LookupEstimate, Match, best_lookup
 
 TRACE = Path(__file__).with_name("smollm2_trace.json")
 DRAWN_TRACE = Path(__file__).with_name("smollm2_trace_drawn.json")  # at temperature 0.7
 USUAL_TRACE = Path(__file__).with_name("qwen_trace.json")  # of a target and its smaller sister, eight kinds of text
+LOOKUPS = Path(__file__).with_name("qwen_lookups.json")  # of the same pair, before every token of 16 texts
 CHAINS = (1, 2, 3, 4)
 # Seconds of processor time: of a new plan, and of a round of a request that may draft but does not, beyond that of a
 # request without a draft.
@@ -151,6 +154,41 @@ def run_round(
     draft = costs.draft.at(unread, context) + sum(costs.following.at(each, context) for each in rows[1:])
     planner.observe(plan, found, 1 + size, seconds, Passes(rows, draft))
     return seconds + draft + host.round + host.token * size, found
+
+
+def with_lookups(costs: CostModel, depth: int, branches: bool) -> float:
+    """Tokens per second of chains of `depth` tokens, and of prompt lookups in their place where these are expected to
+    bring more. branches: or beside the chain, in its pass, as if one were right independently of the other."""
+    assert costs.draft is not None and costs.following is not None
+    # Of each place: right tokens of the longest chain; the n-gram of a lookup, its tokens, and the right ones.
+    texts = json.loads(LOOKUPS.read_text(encoding="utf-8"))["texts"]
+    passes = [float(costs.target.at(1 + size, 0)) + costs.greedy.token * size for size in range(64)]
+    drafted = float(costs.draft.at(2, 0) + (depth - 1) * costs.following.at(1, 0))
+    right_chains = np.array([place[0] for places in texts for place in places])
+    in_chain = np.array([(right_chains >= each).mean() for each in range(1, 1 + depth)])
+    speed, general = (1 + in_chain.sum()) / (passes[depth] + drafted), LookupEstimate()
+    tokens, seconds = 0, 0.0
+    for places in texts:
+        own, at = LookupEstimate(general), 0
+        while at < len(places):
+            longest, ngram, found, right = places[at]
+            chained = min(longest, depth)
+            # What each choice is expected to bring beyond chains in the same time; its tokens and seconds.
+            choices = [(0.0, 1 + chained, passes[depth] + drafted)]
+            expected = own.expected(ngram, found) if found else []
+            if found:
+                best = best_lookup(expected, passes[1 : 1 + found], speed)
+                choices.append((best.tokens - speed * best.seconds, 1 + min(best.depth, right), best.seconds))
+                own.observe(Match(ngram, [1] * found), [1] * right + [0])
+            for size in range(1, 1 + branches * found):
+                both = float((np.diff(expected[:size], prepend=0)[:depth] * in_chain[:size]).sum())
+                value = 1 + in_chain.sum() + expected[size - 1] - both
+                value -= speed * (passes[depth + size - round(both)] + drafted)
+                longer = passes[depth + size - min(chained, size, right)] + drafted
+                choices.append((value, 1 + max(chained, min(size, right)), longer))
+            _, gained, spent = max(choices)
+            tokens, seconds, at = tokens + gained, seconds + spent, at + gained
+    return tokens / seconds
 
 
 def drifting(costs: CostModel) -> Machine:

@@ -190,7 +190,7 @@ def compile_plan(graph: Path, output: Path, model: LlamaConfig, options: Compile
             builder = StreamingBuilder(trt, parsed.builder, output)
             engine_bytes_from_network(
                 (builder, parsed.network, parsed.parser),
-                config(trt, options, monitor),
+                config(trt, options, monitor, model.state_inputs),
                 save_timing_cache=options.timing_cache,
             )
         except PolygraphyException as error:
@@ -211,9 +211,9 @@ def compile_plan(graph: Path, output: Path, model: LlamaConfig, options: Compile
     )
 
 
-def config(trt: ModuleType, options: CompileOptions, monitor: Any) -> Any:
-    """A loader of a builder configuration, for Polygraphy."""
-    common: dict[str, Any] = {"profiles": profiles(options), "progress_monitor": monitor}
+def config(trt: ModuleType, options: CompileOptions, monitor: Any, state_inputs: int = 0) -> Any:
+    """A loader of a builder configuration, for Polygraphy. state_inputs: see LlamaConfig."""
+    common: dict[str, Any] = {"profiles": profiles(options, state_inputs), "progress_monitor": monitor}
     if options.workspace is not None:
         common["memory_pool_limits"] = {trt.MemoryPoolType.WORKSPACE: options.workspace << 20}
     if options.backend == "tensorrt":
@@ -234,7 +234,7 @@ def config(trt: ModuleType, options: CompileOptions, monitor: Any) -> Any:
     return without_allocation
 
 
-def profiles(options: CompileOptions) -> list[Any]:
+def profiles(options: CompileOptions, state_inputs: int = 0) -> list[Any]:
     """One optimisation profile per family of widths; the caches have one shape only and need no mention."""
     from polygraphy.backend.trt import Profile
 
@@ -242,9 +242,9 @@ def profiles(options: CompileOptions) -> list[Any]:
     for family in options.families:
         rows = tuple(family)
         axes = {"B": (1, 1, 1), "T": rows, "S": (*rows[:2], options.columns), "R": (1, *rows[1:])}
-        axes |= {"N": (options.max_batch,) * 3, "4": (4, 4, 4)}
+        axes |= {"N": (options.max_batch,) * 3, "4": (4,) * 3, "I": (state_inputs,) * 3}
         profile = Profile()
-        for item in bindings.inputs(bindings.COMPACT):
+        for item in bindings.inputs(bindings.COMPACT, state_inputs > 0):
             profile.add(item.name, *zip(*(axes[axis] for axis in item.shape), strict=True))
         made.append(profile)
     return made

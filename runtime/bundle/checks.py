@@ -115,13 +115,11 @@ def check_engine(role: str, spec: EngineSpec, manifest: Manifest) -> None:
     require(least <= spec.capacity <= MAX_SLOTS, f"the {role}'s caches have {spec.capacity} slots")
     for limit, tokens in model.limits.items():
         require(manifest.max_length <= tokens, f"the {role}'s {limit} is {tokens} tokens")
-    states = model.state_size > 0
-    known = {output_names(role, head, backend.form, states) for head in (False, True)}
+    known = {output_names(role, head, backend.form, model.state_size > 0) for head in (False, True)}
     require(spec.outputs in known, f"the {role}'s outputs are {', '.join(spec.outputs) or 'none'}")
     most_batch = MAX_BATCH if backend.is_compiled else 1
     require(1 <= spec.max_batch <= most_batch, f"the {role}'s max_batch is {spec.max_batch}")
     require((spec.plan is not None) == backend.is_compiled, f"the {role} has a plan, or lacks one")
-    require(spec.plan is None or not states, f"the {role}'s plan takes or returns states, which none does yet")
     if spec.plan is not None:
         check_plan(role, spec.plan)
 

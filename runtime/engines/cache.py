@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -228,6 +228,12 @@ def check_states(spec: EngineSpec, batch: TokenBatch) -> None:
             f"float32, and returns {spec.model.state_size}: this one has "
             f"{'none' if states is None else f'{states.dtype} {list(states.shape)}'}"
         )
+
+
+def joined_states(batches: Iterable[TokenBatch]) -> NDArray[np.float32] | None:
+    """The states that batches take, one after the other. None for those that take none."""
+    states = [batch.states for batch in batches if batch.states is not None]
+    return (np.concatenate(states) if len(states) > 1 else states[0]) if states else None
 
 
 def check_slots(batch: TokenBatch, committed: int, speculative: int) -> None:

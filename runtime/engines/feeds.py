@@ -64,3 +64,10 @@ def output_of(views: Mapping[str, NDArray[Any]]) -> ForwardOutput:
         result(item.name) for item in (bindings.TOP_IDS, bindings.TOP_LOGPROBS, bindings.ACCEPTANCE, bindings.STATES)
     )
     return ForwardOutput(views[bindings.LOGITS.name][0], ids, logprobs, acceptance, (), states)
+
+
+def shown(output: ForwardOutput, batch: TokenBatch) -> ForwardOutput:
+    """A pass's output with the states of the batch's rows, if they are read."""
+    if output.states is None:
+        return output
+    return output._replace(states=output.states[: batch.num_tokens] if batch.states_read else None)

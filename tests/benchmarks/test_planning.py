@@ -25,6 +25,7 @@ from benchmarks.planning.replay import (
     distorted,
     drifting,
     replay,
+    with_lookups,
 )
 from benchmarks.planning.traces import read_traces
 from draftwood.runtime.decoding.decoder import SpeculativeDecoder
@@ -140,3 +141,12 @@ def test_an_ordinary_draft_is_worth_its_price_on_every_kind_of_text() -> None:
             found.setdefault(kind, []).append(speed / replay([trace], FixedChain(0), Machine((real,))))
         slowest = min(median(each) for each in found.values())
         assert slowest > least, found
+
+
+@pytest.mark.parametrize("rows", [USUAL_MS, USUAL_MS[:1] * len(USUAL_MS)])
+def test_a_lookup_beside_a_chain_gains_nothing(rows: Sequence[float]) -> None:
+    """Even if rows were free: where it is worth its price, it is worth more in the chain's place, without a draft."""
+    costs = usual(rows, USUAL_DRAFT_MS)
+    for depth in CHAINS:
+        alone, beside = (with_lookups(costs, depth, branches) for branches in (False, True))
+        assert 0.99 * alone < beside < 1.01 * alone

@@ -16,7 +16,8 @@ import onnx
 import pytest
 from checkpoints import write_checkpoint
 from compiling import COLUMNS, options
-from steps import counted, failing, quiet
+from heads import write_small_pair
+from steps import counted, failing, noted, quiet
 
 from draftwood.builder.checkpoints.checkpoint import Checkpoint
 from draftwood.builder.engines import graph
@@ -24,6 +25,8 @@ from draftwood.builder.engines import plan as compile_module
 from draftwood.builder.engines import tensorrt as tensorrt_builder
 from draftwood.builder.engines.export import export
 from draftwood.builder.engines.plan import check_compiler, compile_plan, profiles
+from draftwood.builder.options import BuildOptions
+from draftwood.builder.pipeline import build
 from draftwood.builder.progress import Step
 from draftwood.builder.quantization.formats import FORMATS, QuantizedCheckpoint
 from draftwood.models import bindings
@@ -135,6 +138,19 @@ def test_the_default_takes_our_kernel_where_it_can_be_compiled(monkeypatch: pyte
     assert not default.takes_plugin(64, ("7.5", "8.9"))
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert not default.takes_plugin(64, ada)
+
+
+def test_a_head_and_its_target_become_plans(tmp_path: Path) -> None:
+    """A target that returns its taps, and a draft that takes states. The build says who runs their rounds."""
+    told = list[str]()
+    chosen: dict[str, Any] = {"precision": "fp16", "compute_capability": ("8.9",), "plugin": False, "max_length": 64}
+    asked = BuildOptions(*write_small_pair(tmp_path), tmp_path / "bundle", "tensorrt-rtx", **chosen)
+    specs = build(asked, noted(told)).manifest.engines
+    for role, layers in (("target", 3), ("draft", 1)):
+        plan = specs[role].plan
+        assert plan is not None and plan.layers.kv_cache_update == 2 * layers == 2 * plan.layers.attention
+        assert bindings.STATES.name in specs[role].outputs
+    assert any("run on the host" in each for each in told)
 
 
 def test_without_triton_the_kernel_is_refused_with_the_fix(compiled: Compile, monkeypatch: pytest.MonkeyPatch) -> None:

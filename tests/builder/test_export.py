@@ -6,6 +6,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import numpy as np
 import onnx
 import pytest
 from checkpoints import SHAPES, VOCAB_SIZE, edit_weights, write_checkpoint
+from engine_parts import BUSHY, engine_spec
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
@@ -26,19 +28,17 @@ from draftwood.builder.reference import score_rows
 from draftwood.models import bindings
 from draftwood.models.errors import BundleError, CheckpointError
 from draftwood.plugins.tree_attention import op
-from draftwood.runtime.engines.base import EngineSpec, TokenBatch
+from draftwood.runtime.engines.base import TokenBatch
 from draftwood.runtime.engines.onnx.onnxruntime import OnnxRuntimeEngine
 from draftwood.runtime.engines.passes import prefill
 
 CAPACITY = 200
 few = settings(max_examples=8)
-BUSHY = Tree((9, 40, 41, 7, 200, 8, 8, 31), (-1, 0, 0, 1, 2, 2, 4, 6))
 
 
 def compact_engine(checkpoint: Checkpoint, file: Path, precision: str, unprepared: bool = False) -> OnnxRuntimeEngine:
     export(checkpoint, bindings.DRAFT, CAPACITY, file, lambda name: None, form=bindings.COMPACT, precision=precision)
-    outputs = bindings.output_names(bindings.DRAFT)
-    spec = EngineSpec("draft", "", "", checkpoint.config, (1, 2, 4, 8, 16, 32), CAPACITY, precision, outputs)
+    spec = replace(engine_spec(checkpoint, "", bindings.DRAFT, CAPACITY), precision=precision)
     return OnnxRuntimeEngine(file, spec, unprepared=unprepared)
 
 

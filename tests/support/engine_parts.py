@@ -29,6 +29,7 @@ BUSHY = Tree((9, 40, 41, 7, 200, 8, 8, 31), (-1, 0, 0, 1, 2, 2, 4, 6))  # its lo
 
 
 def engine_spec(checkpoint: Checkpoint, backend: str, role: str, capacity: int = CAPACITY) -> EngineSpec:
+    form, kept = bindings.COMPACT if backend == "tensorrt" else bindings.ADDITIVE, checkpoint.kept_tokens
     return EngineSpec(
         role=role,
         backend=backend,
@@ -37,7 +38,8 @@ def engine_spec(checkpoint: Checkpoint, backend: str, role: str, capacity: int =
         widths=WIDTHS,
         capacity=capacity,
         precision="fp32",
-        outputs=bindings.output_names(role, form=bindings.COMPACT if backend == "tensorrt" else bindings.ADDITIVE),
+        outputs=bindings.output_names(role, form=form, states=checkpoint.config.state_size > 0),
+        kept_tokens=() if kept is None else tuple(kept.tolist()),
     )
 
 

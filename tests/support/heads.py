@@ -106,6 +106,13 @@ def write_target(folder: Path, layers: int = 8) -> Path:
     return write_tokenizer(folder)
 
 
+def write_small_pair(folder: Path) -> tuple[Path, Path]:
+    """A target and its head, which learned from short texts."""
+    taps = {"eagle_aux_hidden_state_layer_ids": [1, 2, 3]}
+    head = write_authors(folder / "head", Head("llama"), max_position_embeddings=64, **taps)
+    return write_target(folder / "target", layers=3), head
+
+
 def rows_of(target: Path, tokens: Tensor, taps: list[int]) -> Tensor:
     """The rows [T, taps * hidden] of transformers' target after so many layers."""
     model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32)

@@ -121,7 +121,7 @@ class OnnxProgram:
 
 
 def open_static(
-    folder: Path,
+    checkpoint: Checkpoint,
     place: Path,
     machine: Machine,
     role: str = bindings.DRAFT,
@@ -129,7 +129,7 @@ def open_static(
     max_batch: int = 1,
 ) -> StaticEngine:
     """The compact graph of a checkpoint for so many sequences, exported to `place` and opened."""
-    checkpoint, file = Checkpoint(folder), place / f"{role}.onnx"
+    file = place / f"{role}.onnx"
     export(checkpoint, role, capacity, file, lambda name: None, form=bindings.COMPACT, max_batch=max_batch)
     spec = replace(engine_spec(checkpoint, "tensorrt", role, capacity), max_batch=max_batch)
     return StaticEngine(spec, OnnxProgram(file, machine, SHARED_COLUMNS if max_batch > 1 else capacity), CudaDevice())

@@ -44,11 +44,8 @@ class ShowingEngine(FakeEngine):
         if not batch.states_read:
             return output
         assert isinstance(cache, FakeCache)
-        slots = (
-            cache.speculative - batch.num_tokens + np.arange(batch.num_tokens) if batch.slots is None else batch.slots
-        )
         states = np.zeros((batch.num_tokens, 2), np.float32)
-        for row, slot in enumerate(slots.tolist()):
+        for row, slot in enumerate(slots_of(batch, cache).tolist()):
             text = self._context(cache, slot)
             states[row, 0] = number(text)
             told[float(states[row, 0])] = text
@@ -74,9 +71,8 @@ class ReadingEngine(FakeEngine):
         numbers = np.zeros(len(batch.token_ids), np.int64)
         numbers[: batch.num_tokens] = np.arange(first, len(self._pairs))
         output = super().score(replace(batch, token_ids=numbers, states=None), cache)
-        slots = slots_of(batch, cache)
         states = np.zeros((batch.num_tokens, 2), np.float32)
-        for row, slot in enumerate(slots.tolist()):
+        for row, slot in enumerate(slots_of(batch, cache).tolist()):
             states[row, 0] = number(self._context(cache, slot))
         return output._replace(states=states if batch.states_read else None)
 

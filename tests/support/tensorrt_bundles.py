@@ -1,4 +1,4 @@
-"""The demo pair as bundles for TensorRT-RTX whose plans are graphs, for the stand-ins of package and driver."""
+"""Pairs as bundles for TensorRT-RTX whose plans are graphs, for the stand-ins of package and driver."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ MAX_LENGTH, WIDTHS = 160, (1, 2, 4, 8, 16, 32)
 
 
 class OpenLLM(Protocol):
-    """Opens the demo pair, built for so many requests in a pass."""
+    """Opens the pair, built for so many requests in a pass."""
 
     def __call__(self, max_batch: int, config: SpeculativeConfig | None, precision: str = "fp32") -> LLM: ...
 
@@ -40,8 +40,10 @@ def graph_as_plan(graph: Path, output: Path, model: LlamaConfig, options: Compil
 
 
 @contextmanager
-def demo_bundles(folder: Path, gpu: Machine) -> Iterator[OpenLLM]:
-    """Bundles are built when they are opened first."""
+def demo_bundles(
+    folder: Path, gpu: Machine, target: Path = DEMO / "target", draft: Path = DEMO / "draft"
+) -> Iterator[OpenLLM]:
+    """Of the demo pair or another one. Bundles are built when they are opened first."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(make, "compile_plan", graph_as_plan)
         patch.setattr(make, "runs_here", lambda plan: False)
@@ -53,8 +55,8 @@ def demo_bundles(folder: Path, gpu: Machine) -> Iterator[OpenLLM]:
             name = str(max_batch) if precision == "fp32" else f"{max_batch}-{precision}"
             bundle = folder / name
             options = BuildOptions(
-                DEMO / "target",
-                DEMO / "draft",
+                target,
+                draft,
                 bundle,
                 backend="tensorrt-rtx",
                 precision=precision,

@@ -18,7 +18,7 @@ from ....models.errors import EngineError
 from ....plugins.installation import install
 from ..base import EngineSpec, ForwardOutput, KVCache, Runner, TokenBatch, check_cache, closed_error
 from ..cache import StackedKVCache
-from ..feeds import feed, output_of
+from ..feeds import feed, output_of, shown
 from ..layout import PassShape, axis_sizes, check_growth
 from .device import DeviceKVCache, DeviceMemory
 from .file import EXTERNAL
@@ -183,9 +183,7 @@ class OnnxRuntimeEngine(Runner):
         with self._errors():
             bound.run(session)
         cache.speculative += batch.num_tokens
-        states = bound.output.states
-        shown = states[: batch.num_tokens] if states is not None and batch.states_read else None
-        return bound.output if states is None else bound.output._replace(states=shown)
+        return shown(bound.output, batch)
 
     @contextmanager
     def _errors(self) -> Iterator[None]:

@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from ....models.errors import EngineError
 from ...sampling.softmax import Softmax, SoftmaxSettings, softmax_of
 from ..base import Engine, ForwardOutput, Pass, TokenBatch, check_cache, num_fitting
-from ..cache import FIRST_CAPACITY, Storage
+from ..cache import FIRST_CAPACITY, Storage, joined_states
 from .prefix import EMPTY_TEXT, PrefixTree
 from .sequence import PANEL, Placement, PooledKVCache, place
 
@@ -193,8 +193,7 @@ class PooledEngine(Engine):
         if self._storage.places:
             every = placed.slots[0] if len(passes) == 1 else np.concatenate(placed.slots)
         joined = (token_ids, position_ids, mask, output_rows, first, ranking_only, not read, every, tuple(settings))
-        states = [each.batch.states for each in passes if each.batch.states is not None]
-        given = (np.concatenate(states) if len(states) > 1 else states[0]) if states else None
+        given = joined_states(each.batch for each in passes)
         return TokenBatch(*joined, given, any(each.batch.states_read for each in passes)), parts
 
     def move(self, rows: NDArray[np.int64], slots: NDArray[np.int64]) -> bool:

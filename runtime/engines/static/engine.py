@@ -7,6 +7,7 @@ defines the interfaces of program and device. `tensorrt.py` and `cuda.py` implem
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from threading import Lock
 from typing import Any, NamedTuple
@@ -96,8 +97,9 @@ class StaticEngine(Engine):
 
     def _prepare(self, width: int, outputs: int) -> None:
         """Run a pass over an empty cache."""
-        cache, rows = self.new_cache(), np.arange(width)
+        cache, rows, inputs = self.new_cache(), np.arange(width), self.spec.model.state_inputs
         batch = TokenBatch.pad(np.zeros_like(rows), rows, np.tri(width, dtype=np.bool_), width, outputs == 1)
+        batch = replace(batch, states=np.zeros((width, inputs), np.float32) if inputs else None)
         self.forward([Pass(self, batch, cache)])
         cache.close()
 
@@ -236,5 +238,5 @@ def missing_tensors(spec: EngineSpec, names: Sequence[str]) -> list[str]:
     caches = [
         name(kind, layer) for name in (bindings.past, bindings.present) for layer in layers for kind in bindings.KINDS
     ]
-    inputs = [item.name for item in bindings.inputs(bindings.COMPACT)]
+    inputs = [item.name for item in bindings.inputs(bindings.COMPACT, spec.model.reads is not None)]
     return [name for name in (*inputs, *caches, *spec.outputs) if name not in names]

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from ....models import bindings
 from ....plugins.tree_attention.op import SequenceRow
 from ..base import EngineSpec, ForwardOutput, TokenBatch, closed_error
-from ..feeds import feed_sequences, output_of
+from ..feeds import feed_sequences, output_of, shown
 from ..layout import Layout, PassShape, align
 from .device import CacheGeometry, RowMove, Stream
 
@@ -118,7 +118,7 @@ class StaticPass:
         self._engine.has_queued_moves = False
         if self._graph is None and self._may_capture:
             self._capture()
-        return self._output
+        return shown(self._output, batch)
 
     def bind(self) -> None:
         """Bind every tensor, since another cache may have used the execution in between."""

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from ....models.errors import EngineError
 from ....plugins.tree_attention.op import SequenceRow
 from ..base import ForwardOutput, Pass, TokenBatch, check_cache
-from ..cache import check_mask
+from ..cache import check_mask, check_states, joined_states
 from ..layout import PassShape, mask_columns
 from .memory import CacheMemory
 
@@ -132,12 +132,13 @@ class StaticPool:
             self._queue_moves()
             shape = PassShape.of(batch, self._columns)
             output = self.memory.bind_pass(shape).run(batch, sequences, self._tree_slot + first, sum(wanted))
-            outputs, scored = [], 0
+            outputs, scored, read = [], 0, 0
             for cache, count, rows in zip(caches, counts, wanted, strict=True):
                 cache.speculative_columns = np.concatenate((cache.speculative_columns, self._used + np.arange(count)))
                 self._used += count
-                outputs.append(copy_rows(output, slice(scored, scored + rows), batch.ranking_only))
                 scored += rows
+                read += count
+                outputs.append(copied(output.part(slice(scored - rows, scored), slice(read - count, read)), batch))
         return outputs
 
     def commit(self, cache: SharedKVCache, slots: Sequence[int]) -> None:
@@ -164,6 +165,7 @@ class StaticPool:
         """Raises EngineError for a batch that would overwrite rows of other sequences, or that fits no pass."""
         if self._caches.get(cache.first_slot) is not cache:
             raise EngineError("this cache was closed: open another one for the next text")
+        check_states(self.spec, batch)
         check_mask(self.spec, batch.mask, cache.speculative)
         # A row is committed to the slot of its position, so every position must be within the region.
         last = int(batch.position_ids[: batch.num_tokens].max())
@@ -234,19 +236,24 @@ class StaticPool:
         wanted = np.concatenate(scored)
         output_rows = wanted if len(wanted) == 1 else np.resize(wanted, width)
         ranking_only = all(batch.ranking_only for batch in batches)
-        joined = TokenBatch(token_ids, position_ids, mask, output_rows, row, ranking_only)
+        states, shows = joined_states(batches), any(batch.states_read for batch in batches)
+        joined = TokenBatch(
+            token_ids, position_ids, mask, output_rows, row, ranking_only, states=states, states_read=shows
+        )
         return joined, sequences, [len(each) for each in scored]
 
 
-def copy_rows(output: ForwardOutput, rows: slice, ranking_only: bool) -> ForwardOutput:
-    """A copy of the results of a range of rows. All sequences share the buffers, and a pass of another thread may
-    overwrite them. With `ranking_only` the logits are not copied if there is a ranking."""
+def copied(output: ForwardOutput, batch: TokenBatch) -> ForwardOutput:
+    """A copy of a part of a batch's results. All sequences share the buffers, and a pass of another thread may
+    overwrite them. Logits that nobody reads, because there is a ranking, are not copied."""
 
-    def part(array: NDArray[Any] | None) -> NDArray[Any] | None:
-        return None if array is None else array[rows].copy()
+    def own(array: NDArray[Any] | None) -> NDArray[Any] | None:
+        return None if array is None else array.copy()
 
-    logits = output.logits[rows] if ranking_only and output.top_ids is not None else output.logits[rows].copy()
-    return ForwardOutput(logits, part(output.top_ids), part(output.top_logprobs), part(output.acceptance))
+    logits, ids, logprobs, acceptance, _, states = output
+    unread = batch.ranking_only and ids is not None
+    kept = logits if unread else logits.copy()
+    return ForwardOutput(kept, own(ids), own(logprobs), own(acceptance), (), own(states))
 
 
 def too_long_error(rows: int, slots: int) -> EngineError:

@@ -35,9 +35,10 @@ class RoundCache(KVCache, Protocol):
 
 
 def can_run(engine: StaticEngine) -> bool:
-    """Whether rounds can run over caches of this engine: it ranks tokens, and the kernel can move rows of this size."""
-    row_bytes = engine.spec.model.head_dim * engine.program.cache_itemsize
-    return bindings.TOP_IDS.name in engine.spec.outputs and row_bytes % WORD == 0
+    """Whether rounds can run over caches of this engine: it ranks tokens, no kernel has to hand states on, and one can
+    move rows of this size."""
+    row_bytes, states = engine.spec.model.head_dim * engine.program.cache_itemsize, engine.spec.model.state_size
+    return bindings.TOP_IDS.name in engine.spec.outputs and row_bytes % WORD == 0 and not states
 
 
 class StaticRounds(Rounds):

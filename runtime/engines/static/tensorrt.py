@@ -35,7 +35,7 @@ class TensorRTEngine(StaticEngine):
         device = open_device(plan)
         program = TensorRTProgram(path, spec, plan, device)
         super().__init__(spec, program, device)
-        if spec.role == bindings.TARGET and device.runs_rounds:
+        if spec.role == bindings.TARGET and device.runs_rounds and not spec.model.taps:
             device.load_rounds()
 
 

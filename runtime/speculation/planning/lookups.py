@@ -22,7 +22,7 @@ from operator import mul
 from typing import NamedTuple
 
 # n -> the probability that the first token is right, before the first observation: about what SmolLM2-135M-Instruct has
-# at temperatures 0 and 0.7 (benchmarks/planning/repeats.py)
+# at temperatures 0 and 0.7.
 FIRST_GUESSES = {0: 0.4, 2: 0.5, 3: 0.6, 4: 0.7, 6: 0.8, 8: 0.9}
 LONGEST = max(FIRST_GUESSES)
 FORCED = LONGEST + 1  # in the place of n: what a grammar forces, which is right about as often

@@ -10,8 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from heads import KEPT, Head, rows_of, write_authors, write_speculators, write_target
+from cuda_driver.machine import Machine
+from heads import KEPT, Head, rows_of, write_authors, write_small_pair, write_speculators, write_target
 from safetensors.torch import load_file, save_file
+from tensorrt_bundles import demo_bundles
 
 from draftwood.builder.checkpoints.checkpoint import Checkpoint
 from draftwood.builder.options import BuildOptions
@@ -86,40 +88,64 @@ def test_a_head_computes_what_its_layers_do(form: str, backend: str, target: Pat
         engine.close()
 
 
-@pytest.mark.parametrize("precision", ["fp32", "int8"])
-def test_greedy_texts_are_those_of_plain_decoding(
-    precision: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Bit for bit, alone and several at a time, and so are the proposals. A seed gives its text beside others, too."""
-    proposals, propose = dict[tuple[int, ...], set[Any]](), SpeculativeDecoder._propose
+PROMPTS = ["one two three", "one two", "e", "one two three four five six seven eight nine ten eleven twelve " * 2]
+CONFIGS = (
+    SpeculativeConfig("chain", max_draft_len=3, budget="fixed"),
+    SpeculativeConfig("topk", max_total_draft_tokens=7, max_draft_len=3, budget="fixed"),
+    SpeculativeConfig(),
+)
+Proposals = dict[tuple[int, ...], set[Any]]
+
+
+@pytest.fixture
+def proposals(monkeypatch: pytest.MonkeyPatch) -> Proposals:
+    """Of rounds of the host, by the text before them."""
+    found, propose = Proposals(), SpeculativeDecoder._propose
 
     def watched(self: SpeculativeDecoder, request: Any, *rest: Any) -> Any:
         proposal = yield from propose(self, request, *rest)
-        proposals.setdefault(tuple(request.tokens), set()).add((len(proposal.tree), *proposal.tree.token_ids))
+        found.setdefault(tuple(request.tokens), set()).add((len(proposal.tree), *proposal.tree.token_ids))
         return proposal
 
     monkeypatch.setattr(SpeculativeDecoder, "_propose", watched)
-    target, taps = write_target(tmp_path / "target", layers=3), {"eagle_aux_hidden_state_layer_ids": [1, 2, 3]}
-    head = write_authors(tmp_path / "head", Head("llama"), max_position_embeddings=64, **taps)
-    bundle = built(target, head, tmp_path / "bundle", precision=precision, draft_precision="int8")
-    assert bundle.manifest.engines["draft"].model.draft_context == 64
-    prompts = ["one two three", "one two", "e", "one two three four five six seven eight nine ten eleven twelve " * 3]
+    return found
+
+
+def greedy_texts(llm: LLM, prompts: Any) -> list[list[int]]:
     params = SamplingParams(max_tokens=40, temperature=0, ignore_eos=True)
+    return [output.outputs[0].token_ids for output in llm.generate(prompts, params)]
+
+
+@pytest.mark.parametrize("precision", ["fp32", "int8"])
+def test_greedy_texts_are_those_of_plain_decoding(precision: str, tmp_path: Path, proposals: Proposals) -> None:
+    """Bit for bit, alone and several at a time, and so are the proposals. A seed gives its text beside others, too."""
+    bundle = built(*write_small_pair(tmp_path), tmp_path / "bundle", precision=precision, draft_precision="int8")
+    assert bundle.manifest.engines["draft"].model.draft_context == 64
     with LLM(bundle.folder, speculative=None) as llm:
-        plain = [output.outputs[0].token_ids for output in llm.generate(prompts, params)]
-    for config in (
-        SpeculativeConfig("chain", max_draft_len=3, budget="fixed"),
-        SpeculativeConfig("topk", max_total_draft_tokens=7, max_draft_len=3, budget="fixed"),
-        SpeculativeConfig(),
-    ):
+        plain = greedy_texts(llm, PROMPTS)
+    for config in CONFIGS:
         proposals.clear()
         with LLM(bundle.folder, speculative=config) as llm:
-            assert [output.outputs[0].token_ids for output in llm.generate(prompts, params)] == plain
-            assert [llm.generate(each, params)[0].outputs[0].token_ids for each in prompts] == plain
+            assert greedy_texts(llm, PROMPTS) == plain
+            assert [greedy_texts(llm, each)[0] for each in PROMPTS] == plain
             assert config.budget != "fixed" or {len(each) for each in proposals.values()} == {1}
             seeded = [SamplingParams(max_tokens=30, seed=each) for each in range(4)]
-            drawn = [output.outputs[0].token_ids for output in llm.generate(prompts, seeded)]
-            assert llm.generate(prompts[1], seeded[1])[0].outputs[0].token_ids == drawn[1]
+            drawn = [output.outputs[0].token_ids for output in llm.generate(PROMPTS, seeded)]
+            assert llm.generate(PROMPTS[1], seeded[1])[0].outputs[0].token_ids == drawn[1]
+
+
+@pytest.mark.parametrize("max_batch", [1, 3])
+@pytest.mark.usefixtures("no_faults")
+def test_plans_write_the_same(max_batch: int, tmp_path: Path, proposals: Proposals, gpu: Machine) -> None:
+    """Over the driver in libcuda's place, by rounds of the host, which propose what those of the native engine do."""
+    pair = write_small_pair(tmp_path)
+    with LLM(built(*pair, tmp_path / "native").folder, CONFIGS[1]) as llm:
+        plain = greedy_texts(llm, PROMPTS)
+    with demo_bundles(tmp_path, gpu, *pair) as open_llm:
+        for config in (*CONFIGS[1:], None):
+            with open_llm(max_batch, config) as llm:
+                assert greedy_texts(llm, PROMPTS) == plain
+            assert config != CONFIGS[1] or {len(each) for each in proposals.values()} == {1}
 
 
 def edited(folder: Path, **settings: Any) -> Path:
@@ -186,6 +212,8 @@ def test_what_a_head_cannot_be_is_refused(target: Path, tmp_path: Path) -> None:
         Checkpoint(head)
     with pytest.raises(CheckpointError, match="leave --draft-lora out"):
         built(target, head, tmp_path / "bundle", draft_lora=target)
+    with pytest.raises(ConfigError, match="--acceptance-head is not for"):
+        built(target, head, tmp_path / "bundle", acceptance_head=target)
     calibrated: dict[str, Any] = {"precision": "int4", "draft_precision": "int4", "calibration": target}
     with pytest.raises(ConfigError, match="--draft-precision int8"):
         built(target, head, tmp_path / "bundle", **calibrated)

@@ -58,7 +58,7 @@ def open_engine(backend: str, tmp_path_factory: pytest.TempPathFactory, request:
         checkpoint, place = Checkpoint(folder), tmp_path_factory.mktemp("engine")
         if backend in STATIC:
             slots = SHARED_CAPACITY if backend == SHARED else capacity
-            engine = open_static(folder, place, request.getfixturevalue("gpu"), role, slots, STATIC[backend])
+            engine = open_static(checkpoint, place, request.getfixturevalue("gpu"), role, slots, STATIC[backend])
             return making_room(engine) if backend == SHARED else engine
         spec = engine_spec(checkpoint, backend, role, capacity)
         if backend.startswith("torch"):

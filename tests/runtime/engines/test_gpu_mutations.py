@@ -22,6 +22,7 @@ from onnx_program import open_static
 from scripted_rounds import DeviceRounds, Scorer
 from uniforms import uniform_streams
 
+from draftwood.builder.checkpoints.checkpoint import Checkpoint
 from draftwood.models.errors import EngineError
 from draftwood.plugins.device_round.images import STATE
 from draftwood.runtime import SamplingParams
@@ -43,7 +44,7 @@ KNOWN: dict[Any, Any] = {}  # what a variant uses again where it must not
 
 def passes(gqa: Path, place: Path, gpu: Machine) -> list[bytes]:
     """Logits of rows that move, of a cache that ends while its rows move, and of a pass by another thread."""
-    engine, found = open_static(gqa, place, gpu), []
+    engine, found = open_static(Checkpoint(gqa), place, gpu), []
     for seed in range(2):
         cache = filled(engine, random_text(40, seed))
         for _ in range(3):

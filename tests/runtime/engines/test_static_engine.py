@@ -36,6 +36,7 @@ from rich.console import Console
 from tensorrt_bundles import demo_bundles
 from trees import Tree
 
+from draftwood.builder.checkpoints.checkpoint import Checkpoint
 from draftwood.cli.progress import warm_up
 from draftwood.models import bindings
 from draftwood.models.errors import EngineError
@@ -57,14 +58,14 @@ CHAIN = Tree((1, 2, 3, 4, 5), (-1, 0, 1, 2, 3))
 @pytest.fixture
 def opened(gqa: Path, tmp_path: Path, gpu: Machine) -> OpenStatic:
     def open_one(max_batch: int = 1, role: str = bindings.DRAFT) -> StaticEngine:
-        return open_static(gqa, tmp_path, gpu, role, SHARED_CAPACITY, max_batch)
+        return open_static(Checkpoint(gqa), tmp_path, gpu, role, SHARED_CAPACITY, max_batch)
 
     return open_one
 
 
 @pytest.fixture(scope="module")
 def three(gqa: Path, tmp_path_factory: pytest.TempPathFactory, gpu: Machine) -> StaticEngine:
-    return open_static(gqa, tmp_path_factory.mktemp("three"), gpu, bindings.DRAFT, SHARED_CAPACITY, BATCH)
+    return open_static(Checkpoint(gqa), tmp_path_factory.mktemp("three"), gpu, bindings.DRAFT, SHARED_CAPACITY, BATCH)
 
 
 @pytest.fixture

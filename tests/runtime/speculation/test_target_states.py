@@ -195,10 +195,15 @@ def late(add: Callable[..., None]) -> Callable[..., None]:
     return added
 
 
+def as_if_nothing_was_recalled(add: Callable[..., None]) -> Callable[..., None]:
+    return lambda states, start, rows, needed: add(states, states.end, rows, needed)
+
+
 WRONG = {
     "of the row before": (TargetStates, "before", of_the_row_before(TargetStates.before)),
     "of the draft": (DraftProposer, "commit", of_a_rejected_one),
     "of the round before": (TargetStates, "add", late(TargetStates.add)),
+    "of before a recalled prefix": (TargetStates, "add", as_if_nothing_was_recalled(TargetStates.add)),
     "of another text": (proposer, "salt_behind", lambda salt, text: salt),
 }
 
@@ -208,5 +213,7 @@ def test_wrong_states_are_noticed(wrong: str, monkeypatch: pytest.MonkeyPatch) -
     """Negative controls: the output distribution stays what it was, so that no test of losslessness shows these."""
     monkeypatch.setattr(*WRONG[wrong])
     pair = Watched()
-    texts = written(pair, PROMPTS, CONFIGS["tree"], 1)
-    assert pair.wrong(texts)
+    try:
+        assert pair.wrong(written(pair, PROMPTS, CONFIGS["tree"], 1))
+    except AssertionError as error:
+        assert "a row has the target's state" in str(error), "nothing else is wrong"
