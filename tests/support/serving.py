@@ -19,6 +19,13 @@ from bundling import resigned
 from checkpoints import VOCAB_SIZE, write_tokenizer
 from tokenizers import AddedToken, Tokenizer
 
+USER: dict[str, Any] = {"role": "user", "content": "hello"}
+CITY: dict[str, Any] = {
+    "type": "object",
+    "properties": {"city": {"enum": ["Bern", "Oslo"]}},
+    "required": ["city"],
+    "additionalProperties": False,
+}
 CHAT_TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}<assistant>"
 
 RUNNING, WAITING = "draftwood_requests_running", "draftwood_requests_waiting"

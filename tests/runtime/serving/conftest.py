@@ -58,6 +58,14 @@ def http(api: Served) -> Iterator[Any]:
 
 
 @pytest.fixture(scope="session")
+def post(thinker: Served) -> Iterator[Any]:
+    """Posts fields to the server that thinks."""
+    httpx = pytest.importorskip("httpx", reason="needs httpx")
+    with httpx.Client(base_url=thinker.root, timeout=120) as client:
+        yield lambda path, **body: client.post(path, json=body)
+
+
+@pytest.fixture(scope="session")
 def client(api: Served) -> Iterator[Any]:
     """OpenAI's own client."""
     openai = pytest.importorskip("openai", reason="needs the openai package")
