@@ -23,8 +23,8 @@ from ..body import Body, SamplingBody, Strict, TokenIds, User
 from .tool_use import Tool, ToolChoice, Tools
 
 # Known fields that never change the text.
-IGNORED = frozenset(("cache_prompt", "metadata", "prediction", "request_id", "service_tier", "store"))
-IGNORED |= {"prompt_cache_key", "prompt_cache_retention"}
+IGNORED = frozenset(("cache_prompt", "id_slot", "metadata", "prediction", "request_id", "samplers", "service_tier"))
+IGNORED |= {"prompt_cache_key", "prompt_cache_retention", "store"}
 # Unsupported fields with their neutral values: the defaults of OpenAI, vLLM and llama.cpp, which many clients send.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "add_generation_prompt": (True,),
