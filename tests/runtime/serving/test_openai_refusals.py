@@ -178,8 +178,7 @@ def test_a_field_that_cannot_be_is_refused_by_name(http: Any, kind: str, fields:
 @pytest.mark.parametrize("kind", ["text", "chat", "explain"])
 def test_another_model_is_named(http: Any, kind: str) -> None:
     path, body = BODIES[kind]
-    for model in ("gpt-4", ""):
-        assert "this server has 'tiny'" in message_of(http.post(path, json=body | {"model": model}), 404)
+    assert "this server has 'tiny'" in message_of(http.post(path, json=body | {"model": "gpt-4"}), 404)
 
 
 RAW: list[tuple[bytes, str]] = [
