@@ -7,7 +7,7 @@ const load = createRequire(`${process.argv[2]}/`);
 const { root, calls } = JSON.parse(readFileSync(0));
 const openai = new (load("openai").OpenAI)({ baseURL: `${root}/v1`, apiKey: "none", maxRetries: 0 });
 const anthropic = new (load("@anthropic-ai/sdk").Anthropic)({ baseURL: root, apiKey: "none", maxRetries: 0 });
-const apis = { chat: openai.chat.completions, responses: openai.responses, messages: anthropic.messages };
+const apis = { "chat/completions": openai.chat.completions, responses: openai.responses, messages: anthropic.messages };
 const answers = [];
 for (const [api, body] of calls) {
   try {
@@ -19,8 +19,9 @@ for (const [api, body] of calls) {
     answers.push({ kind: error.constructor.name, status: error.status, message: error.message });
   }
 }
-const { id } = await openai.responses.create({ ...calls.find(([api]) => api === "responses")[1], tools: [], tool_choice: "auto" });
+const { id } = await openai.responses.create({ input: "hello", max_output_tokens: 3 });
 const kept = await openai.responses.retrieve(id);
 await openai.responses.delete(id);
-const { input_tokens } = await anthropic.messages.countTokens({ model: "tiny", messages: [{ role: "user", content: "hello" }] });
+const messages = [{ role: "user", content: "hello" }];
+const { input_tokens } = await anthropic.messages.countTokens({ model: "tiny", messages });
 console.log(JSON.stringify({ answers, kept: kept.id === id, input_tokens }));

@@ -13,49 +13,33 @@ from bundling import ROOT
 from serving import CITY, USER, Served
 
 PACKAGES = {"openai": "6.49.0", "@anthropic-ai/sdk": "1.14.0"}
-FORCED = {"thinking_token_budget": 5, "logit_bias": {"286": 100}, "temperature": 0, "model": "tiny"}
 FUNCTION = {"name": "weather", "parameters": CITY}
-TOLD = {**FORCED, "tool_choice": "required", "parallel_tool_calls": False}
+FORCED = {"model": "tiny", "temperature": 0, "thinking_token_budget": 5, "logit_bias": {"286": 100}}
+OPENAI = {**FORCED, "tool_choice": "required", "parallel_tool_calls": False}
+CHAT = {"messages": [USER], "max_tokens": 300}
+ANY = {"tool_choice": {"type": "any", "disable_parallel_tool_use": True}}
+BODIES: dict[str, dict[str, Any]] = {
+    "chat/completions": {**OPENAI, **CHAT, "tools": [{"type": "function", "function": FUNCTION}]},
+    "responses": {**OPENAI, "input": "x", "max_output_tokens": 300, "tools": [{"type": "function", **FUNCTION}]},
+    "messages": {**FORCED, **CHAT, **ANY, "tools": [{"name": "weather", "input_schema": CITY}]},
+}
+OTHER = {"messages": {**BODIES["messages"], "model": "claude"}}
 LATER = {"id", "call_id", "created", "created_at", "usage", "metrics", "parsed", "parsed_arguments", "output_text"}
-CALLS: list[tuple[str, str, dict[str, Any]]] = [
-    (
-        "chat",
-        "/v1/chat/completions",
-        {**TOLD, "messages": [USER], "max_tokens": 300, "tools": [{"type": "function", "function": FUNCTION}]},
-    ),
-    (
-        "responses",
-        "/v1/responses",
-        {**TOLD, "input": "hello", "max_output_tokens": 300, "tools": [{"type": "function", **FUNCTION}]},
-    ),
-    (
-        "messages",
-        "/v1/messages",
-        {
-            **FORCED,
-            "messages": [USER],
-            "max_tokens": 300,
-            "tools": [{"name": "weather", "input_schema": CITY}],
-            "tool_choice": {"type": "any", "disable_parallel_tool_use": True},
-        },
-    ),
-]
 
 
 @pytest.fixture(scope="module")
 def told(request: pytest.FixtureRequest, thinker: Served) -> dict[str, Any]:
-    """What the script says of CALLS, and of one for another model."""
+    """What the script says of BODIES and of OTHER."""
     if shutil.which("npm") is None:
         pytest.skip("needs Node and npm")
-    folder = request.config.cache.mkdir("node_clients")  # type: ignore[union-attr]
+    folder = request.config.cache.mkdir("node_clients")
     wanted = [f"{name}@{version}" for name, version in PACKAGES.items()]
     if {name: installed(folder, name) for name in PACKAGES} != PACKAGES:
         command = ["npm", "install", "--prefix", str(folder), "--ignore-scripts", "--no-audit", "--no-fund", *wanted]
         done = subprocess.run(command, capture_output=True, text=True)
         if done.returncode:
             pytest.skip(f"npm installs nothing here: {done.stderr[-200:]}")
-    calls = [(api, body) for api, _, body in CALLS]
-    calls.append(("messages", {**CALLS[2][2], "model": "claude"}))
+    calls = [*BODIES.items(), *OTHER.items()]
     done = subprocess.run(
         ["node", str(ROOT / "tests" / "support" / "node_clients.mjs"), str(folder)],
         input=json.dumps({"root": thinker.root, "calls": calls}),
@@ -82,16 +66,15 @@ def lasting(value: Any) -> Any:
     return value
 
 
-@pytest.mark.parametrize("number", range(len(CALLS)), ids=[api for api, _, _ in CALLS])
-def test_calls_and_thoughts_come_whole_and_as_a_stream(told: Any, post: Any, number: int) -> None:
-    _, path, body = CALLS[number]
-    expected, answer = post(path, **body).json(), told["answers"][number]
+@pytest.mark.parametrize("api", BODIES)
+def test_calls_and_thoughts_come_whole_and_as_a_stream(told: Any, post: Any, api: str) -> None:
+    expected, answer = post(f"/v1/{api}", **BODIES[api]).json(), told["answers"][[*BODIES].index(api)]
     assert lasting(answer["whole"]) == lasting(expected), answer
     assert lasting(answer["final"]) == lasting(expected)
     assert len(answer["kinds"]) > 3 and '"weather"' in json.dumps(answer["final"])
 
 
-def test_the_rest(told: Any) -> None:
+def test_other_calls_and_errors(told: Any) -> None:
     assert told["kept"] and told["input_tokens"] > 3
-    error = told["answers"][len(CALLS)]
+    error = told["answers"][-1]
     assert (error["kind"], error["status"]) == ("NotFoundError", 404) and "this server has 'tiny'" in error["message"]
