@@ -82,7 +82,7 @@ class OpenAIApi:
 
     def begin(self, model: str | None) -> TimeLimit:
         """The time of a request for a model. Raises UnknownModel for another one than this."""
-        if (model or self.name) not in (self.name, f"{self.name}:latest"):  # "" is llama.vim's; Ollama's has a tag
+        if model not in (None, self.name, f"{self.name}:latest"):  # Ollama's clients name a tag
             raise UnknownModel(model, self.name)
         return TimeLimit(self._request_seconds)
 

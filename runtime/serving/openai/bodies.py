@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import fields
 from typing import Annotated, Any, ClassVar, Literal, cast
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, field_validator
 from pydantic_core import PydanticKnownError
 
 from ....models.errors import RequestError
@@ -102,7 +102,9 @@ class ModelBody(Body):
     ignored = IGNORED
     neutral = NEUTRAL
 
-    model: str | None = Field(None, description="default: this server's model")
+    model: Annotated[str | None, AfterValidator(lambda name: name or None)] = Field(
+        None, description='default, also of "" as llama.vim sends it: this server\'s model'
+    )
 
 
 class GenerationBody(SamplingBody, ModelBody, ABC):
