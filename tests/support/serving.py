@@ -131,6 +131,17 @@ def with_chat_template(bundle: Path, folder: Path, template: str = CHAT_TEMPLATE
     return resigned(copy)
 
 
+INFILL = {"fim_pre_token": "<unk>", "fim_suf_token": "<s>", "fim_mid_token": "</s>"}
+
+
+def with_infilling(bundle: Path, folder: Path, template: str = CHAT_TEMPLATE) -> Path:
+    """The same, which also infills, with tokens that were meant for something else."""
+    copy = with_chat_template(bundle, folder, template)
+    settings = json.loads((copy / "tokenizer_config.json").read_text())
+    (copy / "tokenizer_config.json").write_text(json.dumps(settings | INFILL))
+    return resigned(copy)
+
+
 # It thinks as Qwen3's does; `opened` makes it begin the thought, as DeepSeek-R1's.
 THINKING_TEMPLATE = (
     "{% for tool in tools or [] %}{{ tool.function.name }} {% endfor %}{% if tools %}in <tool_call> tags\n{% endif %}"
