@@ -13,7 +13,7 @@ from ..sampling.structured import parse_decimal, unambiguous
 
 MAX_DEPTH = 32  # levels of nested lists and objects; the deepest field of a request has 5
 AT_A_TIME = 32  # items of an array that are written as one piece; 50 kB with 20 alternatives each
-ENCODER = json.JSONEncoder(allow_nan=False)
+ENCODER = json.JSONEncoder(allow_nan=False, separators=(",", ":"))  # llama.vim overlooks what has blanks
 
 
 def parse(text: str) -> Any:
@@ -85,22 +85,22 @@ def pieces(value: Any) -> Iterator[str]:
     if isinstance(value, dict) and value:
         before = "{"
         for name, item in value.items():
-            yield f"{before}{ENCODER.encode(name)}: "
+            yield f"{before}{ENCODER.encode(name)}:"
             yield from pieces(item)
-            before = ", "
+            before = ","
         yield "}"
     elif isinstance(value, list) and value and isinstance(value[0], dict):
         before = "["
         for item in value:
             yield before
             yield from pieces(item)
-            before = ", "
+            before = ","
         yield "]"
     elif isinstance(value, Iterator):
         before = "["
         while some := list(islice(value, AT_A_TIME)):
             yield before + ENCODER.encode(some)[1:-1]
-            before = ", "
+            before = ","
         yield "[]" if before == "[" else "]"
     else:
         yield ENCODER.encode(value)

@@ -66,9 +66,9 @@ class Grammar:
         share: Share,
         guard: JsonGuard | None = None,
     ) -> None:
-        """matcher: at its beginning. tokenizer: the library's. vocab_size: of the model. special: the special tokens,
-        and those that end a text. share: of the memory, which the matcher and its copies take. guard: further rules of
-        JSON."""
+        """matcher: at its beginning. tokenizer: the library's. vocab_size: of the model. special: the tokens that are
+        special to the library, and those that end a text. share: of the memory, which the matcher and its copies take.
+        guard: further rules of JSON."""
         self.matcher, self.tokenizer, self.vocab_size, self.special = matcher, tokenizer, vocab_size, special
         self.share, self.guard = share, guard
 
@@ -170,6 +170,15 @@ class MatcherConstraint:
             )
 
 
+class Opened(NamedTuple):
+    """pool: of processes, of which the first starts with the first grammar. special: see Grammar."""
+
+    pool: WorkerPool
+    tokenizer: LLTokenizer
+    tokens: Tokens
+    special: NDArray[np.int64]
+
+
 class Grammars:
     """The grammars of one model. May be used from several threads.
 
@@ -181,12 +190,10 @@ class Grammars:
         """vocab_size: of the model. eos: the tokens that end a text."""
         self._tokenizer = tokenizer
         self._vocab_size, self._eos = vocab_size, [token for token in eos if 0 <= token < vocab_size]
-        special = tokenizer.special_token_ids.union(self._eos)
-        self._special = np.array(sorted(token for token in special if token < vocab_size), np.int64)
         self._lock, self._opening = Lock(), Lock()
         self._shares: WeakSet[Share] = WeakSet()  # of grammars that are kept or in use
         self._kept: OrderedDict[StructuredOutput, Grammar] = OrderedDict()  # the least recently used one first
-        self._opened: tuple[WorkerPool, LLTokenizer, Tokens] | None = None
+        self._opened: Opened | None = None
 
     def open(self) -> None:
         """Read the tokenizer, if the library is installed: it lets no other thread run, for a third of a second
@@ -215,14 +222,14 @@ class Grammars:
             return known
         written = written_form(form)
         with self._opening:
-            workers, tokenizer, tokens = self._open()
+            workers, tokenizer, tokens, special = self._open()
         answer = workers.ask({"kind": written.kind, "text": written.text, "parts": written.parts}, given_up)
         if "text" not in answer:
             raise refusal(answer["error"])
         share = self._reserve(int(answer["bytes"]))  # before the memory is taken here, too
         guard = None if written.json is None else JsonGuard(tokens, *written.json)
         matcher = open_matcher(tokenizer, answer["text"])
-        grammar = Grammar(matcher, tokenizer, self._vocab_size, self._special, share, guard)
+        grammar = Grammar(matcher, tokenizer, self._vocab_size, special, share, guard)
         if not grammar.usable:
             raise refusal("it exceeds a limit")
         if not (beginning := grammar.start()).ended:
@@ -259,10 +266,9 @@ class Grammars:
         with self._opening:
             opened, self._opened = self._opened, None
         if opened is not None:
-            opened[0].close()
+            opened.pool.close()
 
-    def _open(self) -> tuple[WorkerPool, LLTokenizer, Tokens]:
-        """The processes, of which the first starts with the first grammar, and the library's tokenizer."""
+    def _open(self) -> Opened:
         if self._opened is None:
             if find_spec(LIBRARY) is None:
                 raise RequestError(f"structured outputs need {LIBRARY}: pip install {LIBRARY} beside this model")
@@ -277,5 +283,8 @@ class Grammars:
                     raise
                 raise RequestError(f"{LIBRARY} cannot read this model's tokenizer: {error}") from error
             texts = [bytes(tokenizer.decode_bytes([token])) for token in range(self._vocab_size)]
-            self._opened = pool, tokenizer, Tokens(texts)
+            # Also tokens named <…> that the tokenizer does not call special.
+            special = {token for token in self._tokenizer.added_token_ids if tokenizer.is_special_token(token)}
+            refusable = sorted(token for token in special.union(self._eos) if token < self._vocab_size)
+            self._opened = Opened(pool, tokenizer, Tokens(texts), np.array(refusable, np.int64))
         return self._opened

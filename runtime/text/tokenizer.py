@@ -156,10 +156,6 @@ class Tokenizer(Closing):
         index: int | None = None if text is None else self._backend.token_to_id(text)
         return index if index in self.added_token_ids else None
 
-    def special_id(self, text: str) -> int | None:
-        index = self.added_id(text)
-        return index if index in self.special_token_ids else None
-
     def bytes_of(self, token: int) -> bytes | None:
         """The bytes of a token, of which a character may need several; None where tokens are text."""
         if token in self.byte_values or not self._byte_letters or token in self.added_token_ids:

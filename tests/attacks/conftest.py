@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from connections import OPTIONS, quiet_end
-from serving import Served, faulty, served
+from serving import Served, faulty, served, with_infilling
 
 
 @pytest.fixture(scope="module")
@@ -19,6 +19,6 @@ def pause(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def server(tiny_bundle: Path, pause: Path) -> Iterator[Served]:
     """A server for the tests of a file. At the end its log must hold no traceback, whatever the tests did."""
-    with served(tiny_bundle, *OPTIONS, program=faulty(pause)) as running:
+    with served(with_infilling(tiny_bundle, pause.parent), *OPTIONS, program=faulty(pause)) as running:
         yield running
         quiet_end(running)

@@ -13,6 +13,7 @@ from signal import SIGTERM
 
 import pytest
 from connections import (
+    DOORS,
     ELSEWHERE,
     HEAD,
     HERE,
@@ -99,22 +100,24 @@ def test_when_no_further_request_is_taken_the_state_can_still_be_asked_for(serve
 
 def test_a_storm_of_disconnects_leaves_nothing_behind(server: Served) -> None:
     reset = struct.pack("ii", 1, 0)
-    whole = posted({**LONG, "n": 2})
-    for number in range(120):
-        with opened(server, (whole, whole[:-3], HEAD, posted({**LONG, "stream": True}))[number % 4]) as client:
+    doors = [*DOORS.items()] * 20
+    for number, (path, body) in enumerate(doors):
+        whole = posted(body, path)
+        with opened(server, (whole, whole[:-3], HEAD, posted({**body, "stream": True}, path))[number % 4]) as client:
             if number % 3:
                 client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, reset)
     wait_for(lambda: server.idle)
     serves_everybody(server)
 
 
-@pytest.mark.parametrize(("asking", "after"), [({}, b""), ({"stream": True}, b""), ({}, b"\r\n"), ({}, posted(LONG))])
+@pytest.mark.parametrize("path", DOORS)
+@pytest.mark.parametrize(("stream", "after"), [(False, b""), (True, b""), (False, b"\r\n"), (False, posted(LONG))])
 def test_a_disconnect_frees_the_engine_whatever_comes_before_it(
-    server: Served, pause: Path, asking: dict[str, object], after: bytes
+    server: Served, pause: Path, path: str, stream: bool, after: bytes
 ) -> None:
     aborts = 'draftwood_requests_total{finish_reason="abort"}'
     before = server.metric(aborts)
-    with paused(pause), opened(server, posted(LONG | asking)) as client:
+    with paused(pause), opened(server, posted(DOORS[path] | {"stream": stream}, path)) as client:
         wait_for(lambda: server.metric(RUNNING) == 1)
         client.sendall(after)
         assert asked(server, MODELS).status == 200  # it was read

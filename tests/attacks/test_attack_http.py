@@ -6,7 +6,7 @@ import socket
 import time
 
 import pytest
-from connections import HEAD, HERE, answer_of, get, opened, serves_everybody
+from connections import DOORS, HEAD, HERE, answer_of, get, opened, serves_everybody
 from serving import Served
 
 from draftwood.runtime.serving.http import server as http_server
@@ -49,6 +49,13 @@ ODD = {
     "many headers": (b"GET /health HTTP/1.1\r\nHost: localhost\r\n" + b"a:\r\n" * 3_000 + b"\r\n", 200),
     "endless headers": (b"GET /health HTTP/1.1\r\nHost: localhost\r\n" + b"a: b\r\n" * 20_000, 400),
     "no letters in an address": (get("/%00%ff%0a"), 404),
+}
+
+
+ODD |= {
+    f"{name} to {path}": (ODD[name][0].replace(b"/v1/completions", path.encode()), ODD[name][1])
+    for name in ("a length of 20 digits", "too long, asking before", "length and chunks", "a bad chunk")
+    for path in DOORS
 }
 
 

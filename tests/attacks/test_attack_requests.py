@@ -19,12 +19,14 @@ httpx = pytest.importorskip("httpx", reason="needs httpx")
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 MESSAGES_API, RESPONSES = "/v1/messages", "/v1/responses"
 OLLAMA, GENERATE, SHOW = "/api/chat", "/api/generate", "/api/show"
-BY_FIELD = {'"system"': MESSAGES_API, '"options"': OLLAMA, '"messages"': CHAT, '"input"': RESPONSES}
-BY_FIELD |= {'"input_prefix"': "/infill", '"raw"': GENERATE}
+BY_FIELD = {'"raw"': GENERATE, '"system"': MESSAGES_API, '"options"': OLLAMA, '"messages"': CHAT, '"input"': RESPONSES}
+BY_FIELD |= {'"input_prefix"': "/infill"}
 SHORT = {"prompt": "hello", "max_tokens": 3, "temperature": 0, "ignore_eos": True}
 MESSAGES = [{"role": "user", "content": "hello"}]
 MEBIBYTE = 1 << 20
 DEEP = 40
+TALK = '{"messages": [{"role": "user", "content": "x"}], '
+TEXTS = (TALK + '"system', '{"input', '{"input_prefix')  # how a body for another protocol begins
 
 
 @pytest.fixture(scope="module")
@@ -150,7 +152,12 @@ PROPOSALS: list[tuple[dict[str, Any], str]] = [
         ('{"prompt": "x", "stream": true, "stream_options": {"metadata": {}}}', "metadata"),
         ('{"prompt": "x", "best_of": true}', "best_of"),
         ('{"prompt": "x", "speculative": 0}', "speculative"),
-        ('{"raw": true, "prompt": "\\ud800"}', "surrogate"),
+        *((f'{text}": "x", "temperature": 1{"0" * 4000}}}', "temperature") for text in TEXTS),
+        *((f'{text}": "x", "seed": 1{"0" * 5000}}}', "thousands of digits") for text in TEXTS),
+        *((text + '": "\\ud800"}', "surrogate") for text in (*TEXTS, '{"raw": true, "prompt')),
+        (TALK + '"system": "x", "max_tokens": 1%s}' % ("0" * 30), "max_tokens"),
+        ('{"input": "x", "max_output_tokens": 1%s}' % ("0" * 30), "max_output_tokens"),
+        ('{"input_prefix": "x", "n_predict": 1%s}' % ("0" * 30), "n_predict"),
         ('{"raw": true, "options": {"num_predict": 1%s}}' % ("0" * 30), "options.num_predict"),
         ('{"raw": true, "options": {"num_ctx": 1%s}}' % ("0" * 5000), "thousands of digits"),
         ('{"raw": true, "options": {"temperature": 1e999}}', "temperature"),
@@ -161,7 +168,8 @@ PROPOSALS: list[tuple[dict[str, Any], str]] = [
     ],
 )
 def test_numbers_names_and_texts_that_are_none(client: Any, body: str | bytes, named: str) -> None:
-    status, message = send(client, GENERATE if '"raw"' in str(body) else COMPLETIONS, body)
+    path = next((path for name, path in BY_FIELD.items() if name in str(body)), COMPLETIONS)
+    status, message = send(client, path, body)
     assert status == (404 if "does not exist" in message else 400) and len(message) < 1000
     assert named in message
 

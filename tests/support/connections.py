@@ -11,7 +11,7 @@ from signal import SIGTERM
 from typing import NamedTuple
 from urllib.parse import urlsplit
 
-from serving import Served
+from serving import USER, Served
 
 LINUX = sys.platform == "linux"
 ROOM, RESERVE = 40, 16  # connections with requests in progress that the server has, and further ones
@@ -19,6 +19,18 @@ SLOW = ("--served-model-name", "small", "--speculative", "chain,budget=fixed")  
 OPTIONS = (*SLOW, "--max-running", "1", "--max-waiting", "60", "--max-connections", str(ROOM))
 LONG = {"model": "small", "prompt": "hello", "max_tokens": 900, "ignore_eos": True, "temperature": 0}
 SHORT = {**LONG, "max_tokens": 3}
+SETTINGS: dict[str, object] = {"ignore_eos": True, "temperature": 0}
+CHAT: dict[str, object] = {"messages": [USER], "max_tokens": 900, **SETTINGS}
+OLLAMA: dict[str, object] = {"model": "small", "options": {"num_predict": 900, **SETTINGS}}
+DOORS: dict[str, dict[str, object]] = {  # a long request for each
+    "/v1/completions": LONG,
+    "/v1/chat/completions": CHAT,
+    "/v1/messages": CHAT,
+    "/v1/responses": {"input": "hello", "max_output_tokens": 900, **SETTINGS},
+    "/infill": {"input_prefix": "hello", "n_predict": 900, **SETTINGS},
+    "/api/chat": {**OLLAMA, "messages": [USER]},
+    "/api/generate": {**OLLAMA, "prompt": "hello"},
+}
 HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
 MODELS = b"GET /v1/models HTTP/1.1\r\nHost: localhost\r\n\r\n"
 HERE, ELSEWHERE = "127.0.0.1", "127.0.0.2"  # two addresses of this machine, as two clients have them
@@ -51,10 +63,10 @@ def opened(server: Served, said: bytes = b"", source: str = HERE) -> socket.sock
     return client
 
 
-def posted(body: dict[str, object]) -> bytes:
-    """A completion request with this JSON body."""
+def posted(body: dict[str, object], path: str = "/v1/completions") -> bytes:
+    """A request with this JSON body."""
     content = json.dumps(body).encode()
-    return HEAD + b"Content-Length: %d\r\n\r\n" % len(content) + content
+    return HEAD.replace(b"/v1/completions", path.encode()) + b"Content-Length: %d\r\n\r\n" % len(content) + content
 
 
 def answer_of(client: socket.socket) -> Answer:

@@ -19,6 +19,13 @@ from bundling import resigned
 from checkpoints import VOCAB_SIZE, write_tokenizer
 from tokenizers import AddedToken, Tokenizer
 
+USER: dict[str, Any] = {"role": "user", "content": "hello"}
+CITY: dict[str, Any] = {
+    "type": "object",
+    "properties": {"city": {"enum": ["Bern", "Oslo"]}},
+    "required": ["city"],
+    "additionalProperties": False,
+}
 CHAT_TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}<assistant>"
 
 RUNNING, WAITING = "draftwood_requests_running", "draftwood_requests_waiting"
@@ -121,6 +128,17 @@ def with_chat_template(bundle: Path, folder: Path, template: str = CHAT_TEMPLATE
     copy = folder / "tiny"
     shutil.copytree(bundle, copy)
     (copy / "chat_template.jinja").write_text(template)
+    return resigned(copy)
+
+
+INFILL = {"fim_pre_token": "<unk>", "fim_suf_token": "<s>", "fim_mid_token": "</s>"}
+
+
+def with_infilling(bundle: Path, folder: Path, template: str = CHAT_TEMPLATE) -> Path:
+    """The same, which also infills, with tokens that were meant for something else."""
+    copy = with_chat_template(bundle, folder, template)
+    settings = json.loads((copy / "tokenizer_config.json").read_text())
+    (copy / "tokenizer_config.json").write_text(json.dumps(settings | INFILL))
     return resigned(copy)
 
 

@@ -9,6 +9,7 @@ from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import Response
 from starlette.exceptions import HTTPException
+from starlette.routing import Match, Route
 
 from ....models.errors import ConfigError, DraftwoodError, RequestError, shown
 from ...engines.shared.memory import OutOfMemoryError
@@ -111,6 +112,13 @@ def invalid(error: RequestValidationError) -> Refusal:
     return Refusal(400, problem.message, param=problem.param)
 
 
+def methods_of(request: Request) -> str:
+    """The methods that the request's address has. Starlette names those of its first route."""
+    routes = [route for route in request.app.routes if isinstance(route, Route)]
+    found = [route.methods or () for route in routes if route.matches(request.scope)[0] != Match.NONE]
+    return ", ".join(sorted(set[str]().union(*found)))
+
+
 def add_errors(app: FastAPI) -> None:
     """Make every error of `app` a Refusal."""
 
@@ -121,7 +129,7 @@ def add_errors(app: FastAPI) -> None:
             refusal = invalid(error)
         elif isinstance(error, HTTPException):
             asked = f"{request.method} {request.url.path}"[:MAX_SHOWN]
-            allow = (error.headers or {}).get("Allow")
+            allow = methods_of(request) if error.status_code == 405 else None
             refusal = Refusal(error.status_code, f"{error.detail}: {asked}; {PLACES}", allow=allow)
         else:
             refusal = refusal_of(error)

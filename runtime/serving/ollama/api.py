@@ -124,9 +124,9 @@ def add_models(app: FastAPI, models: Callable[[], Mapping[str, LLM | None]]) -> 
     async def refused() -> Response:
         raise RequestError(REFUSAL)
 
-    app.add_api_route("/api/version", version, methods=["GET"], response_class=Response)
-    for name in ("ps", "tags"):
-        app.add_api_route(f"/api/{name}", lists, methods=["GET"], response_class=Response)
+    app.add_api_route("/", version, methods=["GET", "HEAD"], include_in_schema=False)  # clients ask it first
+    for name, answer in (("ps", lists), ("tags", lists), ("version", version)):
+        app.add_api_route(f"/api/{name}", answer, methods=["GET"], response_class=Response)
     for name in REFUSED:
         app.add_api_route(f"/api/{name}", refused, methods=["DELETE", "POST"], include_in_schema=False)
 

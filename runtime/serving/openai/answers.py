@@ -246,7 +246,7 @@ class Answer:
         return sum(min(cached[first : first + each]) for first in range(0, len(cached), each))
 
 
-def as_json(content: Mapping[str, Any]) -> Response:
+def as_json(content: Mapping[str, Any] | list[dict[str, Any]]) -> Response:
     """A JSON response. It consumes the iterators of `content`."""
     return Response("".join(pieces(content)), media_type="application/json")
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import fields
 from typing import Annotated, Any, ClassVar, Literal, cast
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, field_validator
 from pydantic_core import PydanticKnownError
 
 from ....models.errors import RequestError
@@ -23,8 +23,8 @@ from ..body import Body, SamplingBody, Strict, TokenIds, User
 from .tool_use import Tool, ToolChoice, Tools
 
 # Known fields that never change the text.
-IGNORED = frozenset(("cache_prompt", "metadata", "prediction", "request_id", "service_tier", "store"))
-IGNORED |= {"prompt_cache_key", "prompt_cache_retention"}
+IGNORED = frozenset(("cache_prompt", "id_slot", "metadata", "prediction", "request_id", "samplers", "service_tier"))
+IGNORED |= {"prompt_cache_key", "prompt_cache_retention", "store"}
 # Unsupported fields with their neutral values: the defaults of OpenAI, vLLM and llama.cpp, which many clients send.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "add_generation_prompt": (True,),
@@ -102,7 +102,9 @@ class ModelBody(Body):
     ignored = IGNORED
     neutral = NEUTRAL
 
-    model: str | None = Field(None, description="default: this server's model")
+    model: Annotated[str | None, AfterValidator(lambda name: name or None)] = Field(
+        None, description='default, also of "" as llama.vim sends it: this server\'s model'
+    )
 
 
 class GenerationBody(SamplingBody, ModelBody, ABC):

@@ -11,6 +11,7 @@ from fastapi.responses import Response
 from pydantic import Field, StringConstraints
 
 from ....models.errors import RequestError
+from ...decoding.stats import SpecDecodeStats
 from ...prompt import Prompt
 from ...sampling.params import LARGEST_COUNT, SamplingParams
 from ...text.infill import File, Infill
@@ -18,7 +19,7 @@ from ...text.writer import StreamChunk
 from ..body import Strict
 from .answers import Answer, as_json
 from .api import OpenAIApi
-from .bodies import IGNORED, MAX_PROMPTS, NEUTRAL, CompletionBody
+from .bodies import IGNORED, MAX_CHOICES, MAX_PROMPTS, NEUTRAL, CompletionBody
 
 MAX_FIELDS, MAX_FIELD = 64, 200  # names of an answer's fields, and characters of one
 
@@ -35,7 +36,7 @@ class InfillBody(CompletionBody):
     """POST /infill. The text stands between `input_prefix` with `prompt` and `input_suffix`."""
 
     # Hints for llama.cpp's slots, and limits by a clock, under which a text would depend on the machine's load.
-    ignored = IGNORED | {"id_slot", "n_indent", "n_keep", "samplers", "t_max_predict_ms", "t_max_prompt_ms"}
+    ignored = IGNORED | {"n_indent", "n_keep", "t_max_predict_ms", "t_max_prompt_ms"}
     neutral = {**NEUTRAL, "n_probs": (0,), "return_tokens": (False,), "lora": ([],)}  # noqa: RUF012 - as above
     default_tokens = None
 
@@ -43,6 +44,7 @@ class InfillBody(CompletionBody):
     input_prefix: str = ""
     input_suffix: str = ""
     input_extra: Annotated[list[Extra], Field(fail_fast=True, max_length=MAX_PROMPTS)] = Field([])
+    n: int = Field(1, ge=1, le=MAX_CHOICES, alias="n_cmpl", description="with several texts the answer is a list")
     n_predict: int | None = Field(None, ge=-1, le=LARGEST_COUNT, description="default -1: as the context has room for")
     response_fields: (
         Annotated[
@@ -64,8 +66,8 @@ class InfillBody(CompletionBody):
 
     def check(self) -> None:
         super().check()
-        if self.num_choices > 1 or self.echo or self.logprobs is not None or self.prompt_logprobs is not None:
-            raise RequestError("/infill has one text alone: leave out n, best_of, echo, logprobs and prompt_logprobs")
+        if self.best_of is not None or self.echo or self.logprobs is not None or self.prompt_logprobs is not None:
+            raise RequestError("/infill has texts alone: leave out best_of, echo, logprobs and prompt_logprobs")
         if self.suffix or self.model_fields_set & {"stream_options"}:
             raise RequestError("suffix and stream_options are of /v1/completions: send input_suffix, or leave them out")
         if self.max_tokens is not None and self.n_predict is not None:
@@ -81,32 +83,32 @@ class Asked(NamedTuple):
 
 
 class InfillAnswer(Answer):
-    """One text with llama.cpp's fields."""
+    """Texts with llama.cpp's fields."""
 
     done = b""
 
     def __init__(self, asked: Asked, *given: Any, **settings: Any) -> None:
         super().__init__(*given, **settings)
         self._asked = asked
-        self._held: list[int] = []  # tokens of a character that is incomplete
+        self._held: list[list[int]] = [[] for _ in self.choices]  # tokens of a character that is incomplete
 
     def add(self, index: int, chunk: StreamChunk) -> dict[str, Any] | None:
-        self._held += chunk.token_ids
+        self._held[index] += chunk.token_ids
         if (written := super().add(index, chunk)) is None:
             return None
         (choice,) = written["choices"]
-        tokens, self._held = self._held, []
-        return self._written(choice["text"], tokens, chunk.finish_reason)
+        tokens, self._held[index] = self._held[index], []
+        return self._written(index, choice["text"], tokens, chunk.finish_reason)
 
     def whole(self) -> Response:
-        (choice,) = self.choices
-        return as_json(self._written("".join(choice.texts), [], choice.finish_reason))
+        texts = [self._written(i, "".join(each.texts), [], each.finish_reason) for i, each in enumerate(self.choices)]
+        return as_json(texts if len(texts) > 1 else texts[0])
 
-    def _written(self, text: str, tokens: Sequence[int], reason: str | None) -> dict[str, Any]:
-        (choice,), evaluated = self.choices, sum(map(len, self._prompts))
+    def _written(self, index: int, text: str, tokens: Sequence[int], reason: str | None) -> dict[str, Any]:
+        choice, evaluated = self.choices[index], sum(map(len, self._prompts))
         predicted = 0 if self._asked.reads else choice.num_tokens
-        content: dict[str, Any] = {"index": 0, "content": text if predicted else "", "tokens": list(tokens)[:predicted]}
-        content |= {"id_slot": 0, "stop": reason is not None}
+        content: dict[str, Any] = {"index": index, "content": text if predicted else ""}
+        content |= {"tokens": list(tokens)[:predicted], "id_slot": 0, "stop": reason is not None}
         content |= {"tokens_predicted": predicted, "tokens_evaluated": evaluated}
         if reason is not None:
             params, word = self._asked.params, choice.stopped
@@ -120,13 +122,13 @@ class InfillAnswer(Answer):
                 "stop_type": "limit" if reason == "length" else "eos" if word is None else "word",
                 "stopping_word": word or "",
                 "tokens_cached": choice.stats.num_cached_tokens,
-                "timings": self._timings(),
+                "timings": self._timings(choice.stats),
             }
         found = {name: at(content, name) for name in self._asked.fields or ()}
         return content if self._asked.fields is None else {name: it for name, it in found.items() if it is not None}
 
-    def _timings(self) -> dict[str, Any]:
-        stats, read = self.choices[0].stats, sum(map(len, self._prompts)) - self.choices[0].stats.num_cached_tokens
+    def _timings(self, stats: SpecDecodeStats) -> dict[str, Any]:
+        read = sum(map(len, self._prompts)) - stats.num_cached_tokens
         timings: dict[str, Any] = {"cache_n": stats.num_cached_tokens}
         measured = ("prompt", read, stats.prompt_seconds), ("predicted", stats.num_tokens, stats.decode_seconds)
         for name, count, seconds in measured:

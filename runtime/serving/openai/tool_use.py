@@ -68,7 +68,8 @@ class ToolUse:
     choice: str  # "auto", "required", or, if `named`, the name of the function to call
     named: bool
     parallel: bool  # whether there may be several calls
-    special_ids: Mapping[str, int]  # of the format's marks that are special tokens
+    tokens: Mapping[str, int]  # of the format's marks that are added tokens, which a grammar cannot spell
+    hidden: bool  # whether a mark's token is special: then its text is shown on demand only
 
     @property
     def called(self) -> str:
@@ -87,7 +88,7 @@ class ToolUse:
 
     def applied(self, params: SamplingParams) -> SamplingParams:
         """The parameters of a request with these tools. Raises RequestError."""
-        if self.special_ids:  # their text shows where a call begins
+        if self.hidden:  # the text shows where a call begins
             params = replace(params, skip_special_tokens=False)
         form = self._form(params.structured)
         return params if form is None else replace(params, structured=form)
@@ -111,7 +112,7 @@ class ToolUse:
             lines.append(f"start: {calls} | answer")
             schemas.append(("answer", "response_format.json_schema.schema", form.text))
         elif format.opens:
-            lazy = "" if format.opens in self.special_ids else "[lazy]"
+            lazy = "" if format.opens in self.tokens else "[lazy]"
             lines += [f"start: (lead rest_of_call){'*' if several else '?'} tail", "tail: TEXT", f"TEXT: {ANY_TEXT}"]
             lines += [f"lead{lazy}: TEXT {opens}", f'rest_of_call: "\\n" body "\\n" {closes}']
         else:
@@ -130,8 +131,8 @@ class ToolUse:
         return AnswerWithCalls(rules=rules, schemas=tuple(schemas), begins=begins, opens=marks)
 
     def _literal(self, mark: str) -> str:
-        """A mark in a grammar, as text or as a special token."""
-        return f"<[{self.special_ids[mark]}]>" if mark in self.special_ids else json.dumps(mark)
+        """A mark in a grammar, as text or as a token."""
+        return f"<[{self.tokens[mark]}]>" if mark in self.tokens else json.dumps(mark)
 
 
 def tool_use(
@@ -155,9 +156,10 @@ def tool_use(
     for function in functions:
         arguments_of(function)
     format = tool_format(tokenizer.template_for(True))
-    found = {mark: tokenizer.special_id(mark) for mark in (format or HERMES)[:2]}
-    special = {mark: index for mark, index in found.items() if index is not None}
-    return ToolUse(functions, format, chosen, named, parallel, special)
+    found = {mark: tokenizer.added_id(mark) for mark in (format or HERMES)[:2]}
+    tokens = {mark: index for mark, index in found.items() if index is not None}
+    hidden = not tokenizer.special_token_ids.isdisjoint(tokens.values())
+    return ToolUse(functions, format, chosen, named, parallel, tokens, hidden)
 
 
 def arguments_of(function: Function) -> dict[str, Any]:

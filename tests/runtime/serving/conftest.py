@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from bundling import resigned
-from serving import Served, served, with_chat_template, with_thoughts
+from serving import Served, served, with_infilling, with_thoughts
 
 from draftwood.runtime import LLM, SpeculativeConfig
 
@@ -17,18 +15,13 @@ TEMPLATE = (
     "{% for m in messages %}<{{ m.role }}>{{ m.content | trim }}{{ eos_token }}\n{% endfor %}"
     "{% if mood is defined %}[{{ mood }}]{% endif %}{% if add_generation_prompt %}<assistant>{% endif %}"
 )
-INFILL = {"fim_pre_token": "<unk>", "fim_suf_token": "<s>", "fim_mid_token": "</s>"}
 FIXED = ("--speculative", "budget=fixed")  # proposals that do not depend on how fast this machine is
 Complete = Callable[..., dict[str, Any]]
 
 
 @pytest.fixture(scope="session")
 def chat_bundle(tiny_bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """It infills, with tokens that were meant for something else."""
-    copy = with_chat_template(tiny_bundle, tmp_path_factory.mktemp("served"), TEMPLATE)
-    settings = json.loads((copy / "tokenizer_config.json").read_text())
-    (copy / "tokenizer_config.json").write_text(json.dumps(settings | INFILL))
-    return resigned(copy)
+    return with_infilling(tiny_bundle, tmp_path_factory.mktemp("served"), TEMPLATE)
 
 
 @pytest.fixture(scope="session")
@@ -55,6 +48,14 @@ def http(api: Served) -> Iterator[Any]:
     httpx = pytest.importorskip("httpx", reason="needs httpx")
     with httpx.Client(base_url=api.root, timeout=60) as client:
         yield client
+
+
+@pytest.fixture(scope="session")
+def post(thinker: Served) -> Iterator[Any]:
+    """Posts fields to the server that thinks."""
+    httpx = pytest.importorskip("httpx", reason="needs httpx")
+    with httpx.Client(base_url=thinker.root, timeout=120) as client:
+        yield lambda path, **body: client.post(path, json=body)
 
 
 @pytest.fixture(scope="session")

@@ -21,9 +21,9 @@ ASKED = {**TEXTS, "n_predict": 12, "temperature": 0, "ignore_eos": True}
 ROW = re.compile(r"^\| `(\w+)` \| (works|no effect|refused) \| (.*) ?\|$", re.MULTILINE)
 VALUES: dict[str, Any] = {
     **TEXTS,
-    "id_slot": 3,
     "input_extra": [{"filename": "a.py", "text": "x = 1\n", "time": [1, 2]}],
     "lora": [{"id": 0, "scale": 1.0}],
+    "n_cmpl": 1,
     "n_indent": 4,
     "n_keep": 5,
     "n_predict": 3,
@@ -31,7 +31,6 @@ VALUES: dict[str, Any] = {
     "prompt": "return",
     "response_fields": ["content"],
     "return_tokens": True,
-    "samplers": ["top_k", "infill"],
     "t_max_predict_ms": 100,
     "t_max_prompt_ms": 100,
 }
@@ -76,6 +75,16 @@ def test_a_stream_has_the_same_text_and_the_timings_at_its_end(http: Any, expect
     assert sum(len(chunk["tokens"]) for chunk in (*chunks, last)) == last["timings"]["predicted_n"] == 12
 
 
+def test_several_texts_are_a_list(http: Any, expected: str) -> None:
+    """As llama.vscode asks for them; llama.vim names no model so."""
+    answer = http.post("/infill", json={**ASKED, "n_cmpl": 3, "model": ""})
+    texts = answer.json()
+    assert '"content":"' in answer.text, "llama.vim looks for it without a blank"
+    assert [(text["index"], text["content"]) for text in texts] == [(index, expected) for index in range(3)]
+    chunks = events_of(http.post("/infill", json={**ASKED, "n_cmpl": 2, "stream": True}).text)
+    assert {chunk["index"] for chunk in chunks if chunk["stop"]} == {0, 1}
+
+
 def test_other_files_are_a_shared_beginning(http: Any) -> None:
     files = [{"filename": "a.py", "text": "value = 1\n" * 20}, {"text": "other = 2\n" * 20}]
     first = asked(http, input_extra=files)
@@ -102,8 +111,10 @@ def test_a_stop_string_is_named(http: Any, expected: str) -> None:
 
 
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
-    ("/infill", {"n": 2}, "one text alone"),
-    ("/infill", {"logprobs": 1}, "one text alone"),
+    ("/infill", {"n": 2}, "n is not supported"),
+    ("/infill", {"n_cmpl": 0}, "n_cmpl"),
+    ("/infill", {"best_of": 2}, "texts alone"),
+    ("/infill", {"logprobs": 1}, "texts alone"),
     ("/infill", {"suffix": "x"}, "suffix"),
     ("/infill", {"stream": True, "stream_options": {"include_usage": True}}, "stream_options"),
     ("/infill", {"n_predict": 3, "max_tokens": 3}, "by another name"),

@@ -7,23 +7,13 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from serving import Served
+from serving import CITY, USER, Served
 
 anthropic = pytest.importorskip("anthropic", reason="needs the anthropic package")
-httpx = pytest.importorskip("httpx", reason="needs httpx")
 
-from draftwood.models.errors import RequestError  # noqa: E402 - after the skips
-from draftwood.runtime.serving.anthropic.answers import MessageAnswer  # noqa: E402
-from draftwood.runtime.serving.openai.content import CALL, Block  # noqa: E402
+from draftwood.runtime.serving.openai.content import CALL, Block  # noqa: E402 - after the skip
 
-USER: dict[str, Any] = {"role": "user", "content": "hello"}
-SCHEMA = {
-    "type": "object",
-    "properties": {"city": {"enum": ["Bern", "Oslo"]}},
-    "required": ["city"],
-    "additionalProperties": False,
-}
-TOOLS = [{"name": "weather", "description": "of a city", "input_schema": SCHEMA}, {"name": "now", "input_schema": {}}]
+TOOLS = [{"name": "weather", "description": "of a city", "input_schema": CITY}, {"name": "now", "input_schema": {}}]
 GREEDY: dict[str, Any] = {"model": "tiny", "max_tokens": 24, "messages": [USER]}
 FORCED: dict[str, Any] = {
     **GREEDY,
@@ -38,12 +28,6 @@ FORCED: dict[str, Any] = {
 def client(thinker: Served) -> Iterator[Any]:
     with anthropic.Anthropic(base_url=thinker.root, api_key="none", max_retries=0, timeout=60) as client:
         yield client
-
-
-@pytest.fixture(scope="module")
-def post(thinker: Served) -> Iterator[Any]:
-    with httpx.Client(base_url=thinker.url, timeout=60) as client:
-        yield lambda path, **body: client.post(path, json=body)
 
 
 def create(client: Any, more: Any = {}, **fields: Any) -> Any:  # noqa: B006
@@ -79,7 +63,7 @@ def test_a_message_is_the_answer_of_the_chat_that_it_means(client: Any, post: An
     system = [{"type": "text", "text": "be kind"}, {"type": "text", "text": "and brief"}]
     message = create(client, messages=asked, system=system, more={"ignore_eos": True})
     options = {"max_tokens": 24, "temperature": 0, "ignore_eos": True}
-    chat = post("/chat/completions", messages=meant, **options).json()
+    chat = post("/v1/chat/completions", messages=meant, **options).json()
     (block,) = message.content
     assert block.text == chat["choices"][0]["message"]["content"] and message.stop_reason == "max_tokens"
     used = message.usage
@@ -138,7 +122,7 @@ def test_stop_sequences_choices_and_forms(client: Any) -> None:
         assert any(block.type == "tool_use" for block in answer.content) == (choice == "any")
     ended = create(client, {"logit_bias": {"2": 100}})
     assert (ended.stop_reason, ended.content) == ("end_turn", [])
-    form = {"format": {"type": "json_schema", "schema": SCHEMA}}
+    form = {"format": {"type": "json_schema", "schema": CITY}}
     formed = create(client, unthinking, output_config=form, max_tokens=200)
     assert json.loads(formed.content[0].text)["city"] in ("Bern", "Oslo")
     prefix = {"role": "assistant", "content": "Once upon"}
@@ -186,7 +170,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 
 @pytest.mark.parametrize(("fields", "named"), REFUSED, ids=[named[:40] for _, named in REFUSED])
 def test_what_cannot_be_is_refused_by_name_in_anthropics_form(post: Any, fields: dict[str, Any], named: str) -> None:
-    for path, more in (("/messages", {"stream": True}), ("/messages/count_tokens", {})):
+    for path, more in (("/v1/messages", {"stream": True}), ("/v1/messages/count_tokens", {})):
         answer = post(path, **{**GREEDY, **more, **fields})
         assert answer.status_code == 400 and answer.headers["content-type"] == "application/json"
         content = answer.json()
@@ -202,9 +186,6 @@ def test_other_errors_are_the_clients_own(client: Any) -> None:
         client.post("/v1/messages", cast_to=object, body=None, options={"headers": {}})
     with pytest.raises(anthropic.NotFoundError, match="/v1/messages/batches"):
         client.messages.batches.list()
-    (failed,) = MessageAnswer.failed(object.__new__(MessageAnswer), RequestError("a reason"))
-    said = {"type": "error", "error": {"type": "invalid_request_error", "message": "a reason"}}
-    assert failed == b"event: error\ndata: " + json.dumps(said).encode() + b"\n\n"
 
 
 CUT = {'{"a": "b': {"a": "b"}, '{"a": [1, {"b": nul': {"a": [1, {}]}, "[1]": {}, "x": {}, '{"a": NaN}': {}, "": {}}

@@ -8,24 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from serving import Served, served
+from serving import CITY, USER, Served, served
 
 ollama = pytest.importorskip("ollama", reason="needs the ollama package")
-httpx = pytest.importorskip("httpx", reason="needs httpx")
 
-from inside import post as post_inside  # noqa: E402 - after the skips
-
-from draftwood.runtime import LLM  # noqa: E402
-from draftwood.runtime.serving.ollama.api import OllamaAnswer  # noqa: E402
-
-USER: dict[str, Any] = {"role": "user", "content": "hello"}
-SCHEMA = {
-    "type": "object",
-    "properties": {"city": {"enum": ["Bern", "Oslo"]}},
-    "required": ["city"],
-    "additionalProperties": False,
-}
-TOOL: dict[str, Any] = {"type": "function", "function": {"name": "weather", "parameters": SCHEMA}}
+TOOL: dict[str, Any] = {"type": "function", "function": {"name": "weather", "parameters": CITY}}
 GREEDY = {"temperature": 0, "num_predict": 24}
 SAMPLED = {"max_tokens": 24, "temperature": 0}  # the same for OpenAI's API
 CHAT, GENERATE = "/api/chat", "/api/generate"
@@ -50,12 +37,6 @@ def coder(api: Served) -> Iterator[Any]:
     """A client of a server whose model infills, and does not think."""
     with ollama.Client(host=api.root, timeout=120) as client:
         yield client
-
-
-@pytest.fixture(scope="module")
-def post(thinker: Served) -> Iterator[Any]:
-    with httpx.Client(base_url=thinker.root, timeout=120) as client:
-        yield lambda path, **body: client.post(path, json=body)
 
 
 def token(post: Any, text: str) -> str:
@@ -160,7 +141,7 @@ def test_calls_of_tools_come_whole(client: Any, post: Any) -> None:
     assert chat(client, USER, answer.message, result, tools=[now]).eval_count
     strict = {**TOOL, "function": {**TOOL["function"], "strict": True}}
     before = {**CALLED, "tool_calls": [{**CALLED["tool_calls"][0], "id": None, "type": "function"}]}
-    body = {"messages": [USER, before, TOLD], "tools": [strict], "think": False, "format": SCHEMA, "stream": False}
+    body = {"messages": [USER, before, TOLD], "tools": [strict], "think": False, "format": CITY, "stream": False}
     told = post(CHAT, **body, options={"logit_bias": biases, "temperature": 0}).json()["message"]["tool_calls"]
     assert told[0]["function"]["arguments"]["city"] in ("Bern", "Oslo") and told[0]["id"].startswith("call_")
 
@@ -168,8 +149,8 @@ def test_calls_of_tools_come_whole(client: Any, post: Any) -> None:
 def test_a_form_is_kept(client: Any) -> None:
     options = {"num_predict": 200}
     for answer in (
-        chat(client, format=SCHEMA, think=False, options=options).message.content,
-        client.generate("tiny", "hello", format=SCHEMA, raw=True, options={**options, "temperature": 0}).response,
+        chat(client, format=CITY, think=False, options=options).message.content,
+        client.generate("tiny", "hello", format=CITY, raw=True, options={**options, "temperature": 0}).response,
     ):
         assert json.loads(answer)["city"] in ("Bern", "Oslo")
     assert chat(client, format="json", think=False).message.content.startswith("{")
@@ -309,14 +290,3 @@ def test_other_errors_are_the_clients_own(client: Any, post: Any) -> None:
             embed("tiny", "hello")
     missing = post("/api/unheard", model="tiny")
     assert missing.status_code == 404 and "/api/chat" in missing.json()["error"]
-
-
-def test_an_error_in_a_stream_is_its_last_line(thinking_bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(*_: Any) -> Iterator[bytes]:
-        raise ValueError("an address in memory")
-
-    monkeypatch.setattr(OllamaAnswer, "ended", broken)
-    with LLM(thinking_bundle, threads=1) as llm:
-        answer = post_inside(llm, {"prompt": "hello", "options": {"num_predict": 3}}, GENERATE)
-    *lines, last = answer.text.splitlines()
-    assert lines and json.loads(last).keys() == {"error"} and "memory" not in answer.text

@@ -22,7 +22,8 @@ from draftwood.runtime import LLM
 
 httpx = pytest.importorskip("httpx", reason="needs httpx")
 
-from draftwood.runtime.serving.http.pages import page_files  # noqa: E402 - only where it is installed
+from draftwood.runtime.serving.app import POSTED  # noqa: E402 - only where it is installed
+from draftwood.runtime.serving.http.pages import page_files  # noqa: E402
 
 PAGE = "http://localhost:3000"
 PAGE_FILES = ROOT / "runtime" / "serving" / "http" / "page"
@@ -110,13 +111,18 @@ def test_no_web_page_may_use_it_by_default(http: Any) -> None:
     headers = {"origin": PAGE, "access-control-request-method": "POST"}
     assert http.options("/v1/completions", headers=headers).status_code == 405
     assert "access-control-allow-origin" not in http.get("/v1/models", headers=headers).headers
-    for kind in ({"content-type": "text/plain"}, {}):  # a page may post without asking, but not as JSON
-        refused = http.post("/v1/completions", content=json.dumps(ASKED), headers={"origin": PAGE, **kind})
-        assert refused.status_code == 400, kind
+    kinds: list[dict[str, str]] = [{"origin": PAGE}, {"origin": "null"}, {"sec-fetch-site": "cross-site"}]
+    for kind in (*kinds, {**kinds[0], "content-type": "text/plain"}):  # a page may post without asking, but not as JSON
+        for path in POSTED:
+            refused = http.post(path, content=json.dumps(ASKED), headers=kind)
+            assert refused.status_code == 400 and "JSON object" in refused.text, (path, kind)
+    own = {"sec-fetch-site": "same-origin"}
+    assert http.post("/v1/completions", content=json.dumps(ASKED), headers=own).status_code == 200
 
 
 def test_its_own_pages_can_be_turned_off(client: Any) -> None:
-    assert [client.get(path).status_code for path in ("/", "/docs", "/page/page.js")] == [404] * 3
+    assert [client.get(path).status_code for path in ("/docs", "/page/page.js")] == [404] * 2
+    assert client.get("/").json().keys() == {"version"}
     assert client.post("/v1/completions/explain", json=ASKED).status_code == 404
     assert "explain" not in client.get("/openapi.json").text
 
@@ -124,7 +130,7 @@ def test_its_own_pages_can_be_turned_off(client: Any) -> None:
 @pytest.mark.skipif(shutil.which("curl") is None, reason="needs curl")
 def test_curl_gets_the_text_whole_and_as_events(server: Served, client: Any) -> None:
     call = ["curl", "-sS", "-N", "--max-time", "60", f"{server.url}/completions"]
-    call += ["-H", "Content-Type: application/json", "-H", "Authorization: Bearer secret", "-d"]
+    call += ["-H", "Authorization: Bearer secret", "-d"]  # which curl calls a form
 
     def output(**more: Any) -> str:
         return subprocess.run([*call, json.dumps(ASKED | more)], capture_output=True, text=True, check=True).stdout

@@ -22,13 +22,40 @@ from draftwood.runtime.text.tokenizer import Tokenizer
 pytest.importorskip("httpx", reason="needs httpx")
 from inside import BODY, COMPLETIONS, inside, post
 
+from draftwood.runtime.serving.anthropic.answers import MessageAnswer
+from draftwood.runtime.serving.ollama.api import OllamaAnswer
+from draftwood.runtime.serving.openai.answers import Answer
+from draftwood.runtime.serving.openai.responses_answer import ResponseAnswer
+
 PLAIN = BODY | {"speculative": None}
+CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "hello"}]}
+SHORT = CHAT | {"max_tokens": 3}
+IN_STREAMS: list[tuple[type[Answer], str, dict[str, Any], str]] = [
+    (Answer, "/v1/chat/completions", SHORT, "server_error"),
+    (MessageAnswer, "/v1/messages", SHORT, "api_error"),
+    (ResponseAnswer, "/v1/responses", {"input": "hello", "max_output_tokens": 3}, "response.failed"),
+    (OllamaAnswer, "/api/chat", CHAT | {"options": {"num_predict": 3}}, '{"error": "the server failed'),
+]
 
 
 @pytest.fixture(scope="module")
 def llm(tiny_bundle: Path) -> Iterator[LLM]:
     with LLM(tiny_bundle, threads=1) as llm:
         yield llm
+
+
+@pytest.mark.parametrize(("answer", "path", "body", "named"), IN_STREAMS)
+def test_an_error_in_a_stream_is_its_last_event(
+    thinking_bundle: Path, monkeypatch: pytest.MonkeyPatch, answer: Any, path: str, body: Any, named: str
+) -> None:
+    def broken(*_: Any) -> Iterator[bytes]:
+        raise ValueError("an address in memory")
+
+    monkeypatch.setattr(answer, "ended", broken)
+    with LLM(thinking_bundle, threads=1) as llm:
+        text = post(llm, {**body, "stream": True}, path).text
+    *before, last = [line for line in text.splitlines() if "{" in line]
+    assert before and named in last and "its log says why" in last and "memory" not in text
 
 
 @pytest.mark.parametrize(

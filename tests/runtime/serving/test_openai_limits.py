@@ -76,9 +76,9 @@ def test_without_the_key_only_the_state_is_answered(server: Served, key: str | N
         assert (refused.status_code, refused.json()["error"]["type"]) == (401, "authentication_error")
         for path in ("/api/tags", "/api/ps", "/api/version", "/v1/responses/resp_1"):
             assert stranger.get(path).status_code == 401
-        for path in ("/health", "/health/ready", "/metrics"):
+        for path in ("/health", "/health/ready", "/metrics", "/"):
             assert stranger.get(path).status_code == 200
-            assert stranger.head(path).status_code == 200  # how load testers ask
+            assert stranger.head(path).status_code == 200  # how load testers ask, and `ollama`
 
 
 def test_the_key_may_come_as_anthropics_clients_send_it(server: Served) -> None:

@@ -5,35 +5,23 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Iterator
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Literal
 
 import pytest
 from pydantic import BaseModel
-from serving import Served
+from serving import CITY, USER, Served
 
 openai = pytest.importorskip("openai", reason="needs the openai package")
-httpx = pytest.importorskip("httpx", reason="needs httpx")
 
-from inside import post as post_inside  # noqa: E402 - after the skips
-from starlette.exceptions import HTTPException  # noqa: E402
+from starlette.exceptions import HTTPException  # noqa: E402 - after the skip
 
 from draftwood.models.errors import RequestError  # noqa: E402
-from draftwood.runtime import LLM  # noqa: E402
 from draftwood.runtime.serving.openai import responses  # noqa: E402
 from draftwood.runtime.serving.openai.responses import StoredResponses  # noqa: E402
-from draftwood.runtime.serving.openai.responses_answer import ResponseAnswer  # noqa: E402
 from draftwood.runtime.serving.openai.translated import Turns  # noqa: E402
 
-USER: dict[str, Any] = {"role": "user", "content": "hello"}
-SCHEMA = {
-    "type": "object",
-    "properties": {"city": {"enum": ["Bern", "Oslo"]}},
-    "required": ["city"],
-    "additionalProperties": False,
-}
-TOOLS: list[Any] = [{"type": "function", "name": "weather", "parameters": SCHEMA, "strict": True}]
+TOOLS: list[Any] = [{"type": "function", "name": "weather", "parameters": CITY, "strict": True}]
 GREEDY: dict[str, Any] = {"model": "tiny", "input": "hello", "max_output_tokens": 24, "temperature": 0}
 UNTHINKING = {"logit_bias": {"286": -100}, "ignore_eos": True}
 FORCED: dict[str, Any] = {
@@ -53,12 +41,6 @@ class Place(BaseModel):
 def client(thinker: Served) -> Iterator[Any]:
     with openai.OpenAI(base_url=thinker.url, api_key="none", max_retries=0, timeout=60) as client:
         yield client
-
-
-@pytest.fixture(scope="module")
-def post(thinker: Served) -> Iterator[Any]:
-    with httpx.Client(base_url=thinker.url, timeout=60) as client:
-        yield lambda path, **body: client.post(path, json=body)
 
 
 def create(client: Any, **fields: Any) -> Any:
@@ -82,7 +64,7 @@ def test_a_response_is_the_answer_of_the_chat_that_it_means(client: Any, post: A
         {"role": "tool", "tool_call_id": "a", "content": "sunny"},
     ]
     response = create(client, input=items, instructions="be kind", metadata={"a": "b"})
-    chat = post("/chat/completions", messages=meant, max_tokens=24, temperature=0, **UNTHINKING).json()
+    chat = post("/v1/chat/completions", messages=meant, max_tokens=24, temperature=0, **UNTHINKING).json()
     assert response.output_text == chat["choices"][0]["message"]["content"]
     assert (response.status, response.incomplete_details.reason) == ("incomplete", "max_output_tokens")
     assert response.usage.input_tokens == chat["usage"]["prompt_tokens"] and response.usage.output_tokens == 24
@@ -233,17 +215,5 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 @pytest.mark.parametrize(("fields", "named"), REFUSED, ids=[named[:40] for _, named in REFUSED])
 def test_what_cannot_be_is_refused_by_name(post: Any, fields: dict[str, Any], named: str) -> None:
     for stream in (False, True):
-        answer = post("/responses", **{**GREEDY, "stream": stream, **fields})
+        answer = post("/v1/responses", **{**GREEDY, "stream": stream, **fields})
         assert answer.status_code == 400 and named in answer.json()["error"]["message"], answer.text
-
-
-def test_an_error_in_a_stream_is_its_last_event(thinking_bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(*_: Any) -> Iterator[bytes]:
-        raise ValueError("an address in memory")
-
-    monkeypatch.setattr(ResponseAnswer, "ended", broken)
-    with LLM(thinking_bundle, threads=1) as llm:
-        answer = post_inside(llm, {"input": "hello", "max_output_tokens": 3, "stream": True}, "/v1/responses")
-    event = json.loads(answer.text.splitlines()[-2].removeprefix("data: "))
-    assert event["type"] == "response.failed" and event["response"]["status"] == "failed"
-    assert event["response"]["error"]["code"] == "server_error" and "memory" not in answer.text

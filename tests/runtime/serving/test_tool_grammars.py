@@ -143,17 +143,18 @@ def test_where_the_way_of_calling_is_unknown_only_demanded_calls_have_a_grammar(
     model.close()
 
 
-def test_marks_may_be_special_tokens(tmp_path: Path) -> None:
-    """Then their text must be shown, or nothing would show where a call begins."""
+@pytest.mark.parametrize("special", [False, True])
+def test_marks_may_be_tokens_of_their_own(tmp_path: Path, special: bool) -> None:
+    """The text of special ones must be shown, or nothing would show where a call begins."""
     write_tokenizer(tmp_path)
     backend = TokenizerJson.from_file(str(tmp_path / "tokenizer.json"))
-    backend.add_special_tokens([AddedToken(mark, special=True) for mark in ("<tool_call>", "</tool_call>")])
+    add = backend.add_special_tokens if special else backend.add_tokens
+    add([AddedToken(mark, special=special) for mark in ("<tool_call>", "</tool_call>")])
     backend.save(str(tmp_path / "tokenizer.json"))
     model = Model(tmp_path, "hermes")
-    assert model.tokenizer.special_id("<tool_call>") is not None
     for choice, strict in (("required", False), ("auto", True)):
         params = model.applied(choice, strict=strict)  # type: ignore[arg-type]
-        assert not params.skip_special_tokens
+        assert params.skip_special_tokens != special
         assert model.takes(params, call("hermes", "now", {})) and not model.takes(params, call("hermes", "weather", {}))
     assert model.takes(model.applied("auto", strict=True), f"Well, {call('hermes', 'now', {})}")
     model.close()
