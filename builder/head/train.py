@@ -68,7 +68,7 @@ def train_head(options: HeadTraining, prompts: Sequence[str], begin: Begin) -> H
     tokenizer = shared_tokenizer(checkpoints)
     checkpoints = one_vocabulary(checkpoints, tokenizer, begin)
     encoded = encode(options, checkpoints, tokenizer, prompts)
-    threads = options.threads or int(num_parameters(checkpoints[TARGET].config) < SMALL_MODEL)
+    threads = options.threads or (1 if num_parameters(checkpoints[TARGET].config) < SMALL_MODEL else 0)
     with torch_settings(threads), staging_folder(options.output, DESCRIPTION, CheckpointError) as staging:
         generator, collected = torch.Generator().manual_seed(options.seed), Collected(options, encoded, begin)
         train, held = [
