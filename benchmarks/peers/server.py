@@ -56,6 +56,7 @@ class Server:
                 stdout=lines,
                 stderr=lines,
                 env=os.environ | dict(environment),
+                cwd=log.parent,  # where ik_llama.cpp leaves a log of its own
                 start_new_session=True,
             )
         try:

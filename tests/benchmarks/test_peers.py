@@ -167,7 +167,7 @@ def test_rows_of_speed_bench_are_conversations_kind_by_kind(tmp_path: Path) -> N
 
 HELP = {
     "llama.cpp": "--spec-type [none,ngram-simple] --spec-draft-n-max N --no-cache-prompt --jinja",
-    "ik_llama.cpp": "--spec-type Name [none | ngram - cache] --run-time-repack --spec-autotune",
+    "ik_llama.cpp": "--help --spec-type Name [none | ngram - cache] --run-time-repack --spec-autotune",
     "older": "--draft-max N",
 }
 
@@ -175,7 +175,9 @@ HELP = {
 @pytest.mark.parametrize("name", HELP)
 def test_settings_of_a_llama_server_are_those_that_its_help_tells(name: str, tmp_path: Path) -> None:
     server = tmp_path / "llama-server"
-    server.write_text(f"#!/bin/sh\necho '{HELP[name]}'\necho 'version: 7 (abc)' >&2\n")
+    # ik_llama.cpp's --help ends with an error.
+    end = "[ $1 != --help ]" if name == "ik_llama.cpp" else "exit 0"
+    server.write_text(f"#!/bin/sh\necho '{HELP[name]}'\necho 'version: 7 (abc)' >&2\n{end}\n")
     server.chmod(0o755)
     conditions = Conditions(tmp_path / "t.gguf", tmp_path / "d.gguf", tmp_path, 2, 4, 512, False)
     program = llama_cpp.make_program(name, server, "file", conditions)
@@ -187,6 +189,7 @@ def test_settings_of_a_llama_server_are_those_that_its_help_tells(name: str, tmp
     for mixture in program.mixtures():
         kinds = [mixture.start[at + 1] for at, part in enumerate(mixture.start) if part == "--spec-type"]
         assert mixture.lookups and len(kinds) == 1 and "-md" in mixture.start
+        assert ("-no-fa" in mixture.start) == (name == "ik_llama.cpp")
         assert ("," in kinds[0]) == (name == "llama.cpp")
     server.write_text("#!/bin/sh\nexit 3\n")
     with pytest.raises(SetupError, match=r"llama-server cannot be run: .*status 3"):

@@ -17,7 +17,7 @@ def make(precision: str, conditions: Conditions) -> Program:
     """precision: "file" for the blocks of the file, a value of --precision, or the folder of a bundle."""
     command: list[object] = [sys.executable, "-m", "draftwood", "serve"]
     if (Path(precision) / "manifest.json").is_file():
-        command.append(precision)
+        command.append(Path(precision).resolve())
     else:
         command += [conditions.target, "--draft", conditions.draft or "none"]
         command += [] if precision == FILE else ["--precision", precision]

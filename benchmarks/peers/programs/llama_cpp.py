@@ -78,10 +78,11 @@ def settings(draft: Path | None, shown: str, modern: bool) -> tuple[Setting, ...
     if draft is not None:
         kind = ("--spec-type", "draft-simple") if modern else ()
         limit, least = ("--spec-draft-n-max", "--spec-draft-p-min") if modern else ("--draft-max", "--draft-p-min")
-        start = flags("-md", draft, *kind)
+        autotunes = "--spec-autotune" in shown  # ik_llama.cpp, whose attention kernel ends the program beside a draft
+        start = flags("-md", draft, *kind, *(("-no-fa",) if autotunes else ()))
         found += [Setting(f"draft:{n}", (*start, *flags(limit, n, least, 0))) for n in LENGTHS]
         found.append(Setting("draft:8 confident", (*start, *flags(limit, 8, least, CONFIDENT))))
-        if "--spec-autotune" in shown:
+        if autotunes:
             found.append(Setting("draft:8 autotune", (*start, *flags(limit, 8, "--spec-autotune"))))
     if "ngram" in shown:
         for kind_of_lookup in ("ngram-simple", "ngram-map-k", "ngram-map-k4v"):
@@ -137,10 +138,13 @@ def read_version(server: Path) -> str:
 
 
 def run(program: Path, *arguments: object) -> str:
-    """What a program writes. Raises SetupError when it cannot be run or fails."""
+    """What a program writes. Raises SetupError when it cannot be run or fails; ik_llama.cpp's --help only seems to."""
     command = [str(program), *map(str, arguments)]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, errors="replace", check=True, timeout=1200)
+        done = subprocess.run(command, capture_output=True, text=True, errors="replace", check=False, timeout=1200)
     except (OSError, subprocess.SubprocessError) as error:
         raise SetupError(f"{program} cannot be run: {error}") from error
-    return done.stdout + done.stderr
+    shown = done.stdout + done.stderr
+    if done.returncode and "--help" not in shown:
+        raise SetupError(f"{program} cannot be run: it ends with status {done.returncode}")
+    return shown
