@@ -185,6 +185,7 @@ def test_settings_of_a_llama_server_are_those_that_its_help_tells(name: str, tmp
     assert program.version == f"{name} 7 (abc)" and {PLAIN, "draft:3"} <= names
     assert ("ngram-mod" in names) == (name != "older") and ("draft:8 autotune" in names) == (name == "ik_llama.cpp")
     assert " -c 2048 " in " ".join(program.command) and ("-rtr" in program.command) == (name == "ik_llama.cpp")
+    assert ("-no-fa" in program.command) == (name == "ik_llama.cpp")
     assert all((("cache_prompt", False) in each.body) == (name != "llama.cpp") for each in program.settings)
     for mixture in program.mixtures():
         kinds = [mixture.start[at + 1] for at, part in enumerate(mixture.start) if part == "--spec-type"]

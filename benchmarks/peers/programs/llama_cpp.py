@@ -57,7 +57,8 @@ def make_program(
     command += ["-t", threads, "-tb", threads, "--no-warmup", "-cram", 0]
     stateless = "--no-cache-prompt" in shown
     command += ["--no-cache-prompt"] if stateless else []
-    command += ["-rtr"] if "--run-time-repack" in shown else []  # ik_llama.cpp's kernels want other orders of weights
+    if "--run-time-repack" in shown:  # ik_llama.cpp: its kernels want other orders of weights; of attention one fails
+        command += ["-rtr", *(["-no-fa"] if slots > 1 else [])]  # with several texts at a time
     command += ["--jinja"] if "--jinja" in shown else []
     return Program(
         name,
