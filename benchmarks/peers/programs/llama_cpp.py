@@ -146,6 +146,6 @@ def run(program: Path, *arguments: object) -> str:
     except (OSError, subprocess.SubprocessError) as error:
         raise SetupError(f"{program} cannot be run: {error}") from error
     shown = done.stdout + done.stderr
-    if done.returncode and "--help" not in shown:
+    if done.returncode and (arguments != ("--help",) or not shown):
         raise SetupError(f"{program} cannot be run: it ends with status {done.returncode}")
     return shown
