@@ -44,6 +44,7 @@ class BuildOptions:
     max_length: int | None = setting(
         None, "tokens of prompt and output together", "what both models support, up to 8192", is_further=False
     )
+    taps: tuple[int, ...] = ()  # of a target without a draft, whose states are recorded
     lora: Path | None = setting(None, "LoRA folder (PEFT) to merge into the target")
     draft_lora: Path | None = setting(None, "LoRA folder to merge into the draft")
     draft_backend: str | None = setting(None, "of the draft", "the target's")

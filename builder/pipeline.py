@@ -118,7 +118,7 @@ def opened(options: BuildOptions, advance: Callable[[], None]) -> dict[str, Chec
     reads = checkpoints[DRAFT].config.reads if DRAFT in checkpoints else None
     if reads is not None:
         refuse_beside_states(options)
-        checkpoints[TARGET] = checkpoints[TARGET].tapped(reads.taps)
+    checkpoints[TARGET] = checkpoints[TARGET].tapped(options.taps if reads is None else reads.taps)
     return checkpoints
 
 

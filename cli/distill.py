@@ -111,8 +111,8 @@ class Bars:
     def text(self, counts: TextCounts, seconds: float) -> None:
         self._show("Writing text", f"{counts.texts} texts, {counts.tokens} tokens", self._options.text_seconds, seconds)
 
-    def step(self, seconds: float, divergence: float) -> None:
-        self._show("Training", f"loss {divergence:.3f}{self._estimate}", self._options.training_seconds, seconds)
+    def step(self, seconds: float, loss: float) -> None:
+        self._show("Training", f"loss {loss:.3f}{self._estimate}", self._options.training_seconds, seconds)
 
     def training(self, found: Acceptance, progress: TrainingProgress) -> None:
         self._estimate = f", acceptance {' '.join(f'{value:.3f}' for value in found.known)}"

@@ -142,10 +142,14 @@ class HeadTensors:
 
 
 def own_name(name: str, source: Safetensors) -> str:
-    """A head's own name of a tensor: `layers.0` is `midlayer` in the authors' form."""
+    """A head's own name of a tensor."""
     bare = name.removeprefix("model.")
-    of_authors = re.sub(r"^layers\.0\.", "midlayer.", bare)
-    return of_authors if source.stored(of_authors) is not None else bare
+    return of_authors(bare) if source.stored(of_authors(bare)) is not None else bare
+
+
+def of_authors(bare: str) -> str:
+    """A tensor's name in the authors' form."""
+    return re.sub(r"^layers\.0\.", "midlayer.", bare)
 
 
 def config_of(content: Settings, target: LlamaConfig) -> LlamaConfig:

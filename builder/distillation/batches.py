@@ -26,6 +26,7 @@ class Batch(NamedTuple):
     ids: Tensor  # int64 [B, L, K]
     logprobs: Tensor  # float32 [B, L, K]
     tails: Tensor  # float32 [B, L]
+    states: Tensor  # float16 [B, L, S], the target's at the tokens of `tokens`; S is 0 for a plain draft
 
     @property
     def scored(self) -> Tensor:
@@ -74,16 +75,16 @@ def cut(texts: Iterable[WrittenText], sequences: int, length: int, fill: bool) -
 
 
 def columns_of(text: WrittenText, number: int) -> list[NDArray[np.generic]]:
-    """A text's columns of a batch, in its order, each [T - 1] or [T - 1, K]."""
+    """A text's columns of a batch, in its order, each [T - 1], [T - 1, K] or [T - 1, S]."""
     inputs = text.tokens[:-1]
     described = (text.tokens, text.kinds, text.ids, text.logprobs, text.tails)
-    return [inputs, np.full(len(inputs), number), *(array[1:] for array in described)]
+    return [inputs, np.full(len(inputs), number), *(array[1:] for array in described), text.states[:-1]]
 
 
 def shaped(columns: Sequence[NDArray[np.generic]], sequences: int) -> Batch:
     """A batch of flat columns."""
-    types = (np.int64, np.int64, np.int64, np.uint8, np.int64, np.float32, np.float32)
-    arrays = [column.reshape(sequences, -1, *column.shape[1:]) for column in columns]
+    types = (np.int64, np.int64, np.int64, np.uint8, np.int64, np.float32, np.float32, np.float16)
+    arrays = [column.reshape(sequences, len(column) // sequences, *column.shape[1:]) for column in columns]
     arrays = [array.astype(kind) for array, kind in zip(arrays, types, strict=True)]
     return Batch(*map(torch.from_numpy, arrays))
 

@@ -59,7 +59,21 @@ def short(text: str) -> str:
 def card(origin: Origin, config: LlamaConfig, trimmed: int | None, figures: Mapping[str, Any]) -> str:
     """README.md of a draft. trimmed: the tokens that it writes; None for the full vocabulary."""
     licence = [f"license: {origin.licence}"] if origin.licence else []
-    front = ["---", *licence, "library_name: transformers", "tags: [speculative-decoding, draft]", "---"]
+    front = [
+        "---",
+        *licence,
+        *([] if config.reads else ["library_name: transformers"]),
+        "tags: [speculative-decoding, draft]",
+        "---",
+    ]
+    size = num_parameters(config) / 1e6
+    sizes = f"{config.num_layers} layers of {config.hidden_size}, {size:.1f}M parameters with the embedding"
+    if config.reads is not None:
+        own, after = size - config.vocab_size * config.hidden_size / 1e6, ", ".join(map(str, config.reads.taps))
+        sizes = (
+            f"An EAGLE-3 head of {own:.1f}M parameters, which shares its target's embedding and reads the target's rows "
+            f"after {after} layers"
+        )
     rows = [f"| temperature {at} | {value:.3f} |" for at, value in estimates(figures).items()]
     written = (
         "It reads and writes the target's whole vocabulary. Tokens that it was not trained to write have one common "
@@ -84,8 +98,7 @@ A small language model that drafts for {origin.name} in speculative decoding. It
 `draftwood distill` made it: the target wrote {figures["text_tokens"]:,} tokens of conversations, and this model \
 learned the target's distributions at each of them.
 
-{config.num_layers} layers of {config.hidden_size}, {num_parameters(config) / 1e6:.1f}M parameters with the embedding. \
-{written}
+{sizes}. {written}
 
 | acceptance on held-out answers | estimate |
 |---|---|

@@ -36,6 +36,7 @@ from .batches import Batch, pack, training_batches
 from .card import origin_of
 from .conversation import layout_of, questions_of
 from .draft import FIGURES, Report, Start, check_beginning, read_start, write_draft
+from .head import STEPS, HeadNetwork, head_config, initialise_head, taps_of
 from .loss import Acceptance, estimate
 from .network import DraftNetwork, draft_config, initialise
 from .options import VOCABULARY, WORTH_MINUTES, DistillOptions
@@ -84,7 +85,10 @@ def distill(options: DistillOptions, begin: Begin, watch: Watch = Watch()) -> Di
     target = Checkpoint(local_folder(options.target, MODEL, begin))
     refuse_draft(target)
     start = read_start(options.start, target) if options.start is not None else None
-    config = draft_config(options, target.config) if start is None else start.config  # refused before text is written
+    taps = taps_of(options, target.config)
+    target, options = target.tapped(taps), options.completed("states" if taps else "text")
+    sized = head_config if taps else draft_config
+    config = sized(options, target.config) if start is None else start.config  # refused before text is written
     if options.output.exists() and not replaceable(options.output, FIGURES):
         raise ConfigError(f"{options.output} exists and is no distilled draft: choose another --output")
     check_target(target, options.folder / "target")
@@ -118,7 +122,7 @@ def write_training_text(options: DistillOptions, target: Checkpoint, begin: Begi
                 f"the longest text would have {longest} tokens, and the target holds {spec.capacity - spec.max_width}: "
                 "shorten the longest of the --prompts"
             )
-        store = TextStore(folder / "texts", target.config.vocab_size, COLUMNS)
+        store = store_of(options, target)
         if questions and options.training_seconds:
             check_held_out(questions, store)
         with TextTarget(bundle, options.requests, options.threads) as engine:
@@ -129,6 +133,10 @@ def write_training_text(options: DistillOptions, target: Checkpoint, begin: Begi
                 write_json(folder / TEXT_SECONDS, {"seconds": seconds})
                 watch.text(counts, seconds)
         write_json(folder / TEXT_SECONDS, {"seconds": options.text_seconds})
+
+
+def store_of(options: DistillOptions, target: Checkpoint) -> TextStore:
+    return TextStore(options.folder / "texts", target.config.vocab_size, COLUMNS, target.config.state_size)
 
 
 def check_held_out(questions: Sequence[Sequence[int]], store: TextStore) -> None:
@@ -146,7 +154,7 @@ def train(
     options: DistillOptions, target: Checkpoint, config: LlamaConfig, start: Start | None, begin: Begin, watch: Watch
 ) -> DistillResult:
     """Train on the stored texts, and write the draft whenever it has become better."""
-    store = TextStore(options.folder / "texts", target.config.vocab_size, COLUMNS)
+    store = store_of(options, target)
     advance = begin(Step("Reading the texts", 1))
     counts = expected_counts(store.read(), target.config.vocab_size)
     if start is not None and options.vocabulary is None:
@@ -160,17 +168,23 @@ def train(
     if not held_out:
         raise ConfigError(nothing_held_out(options, sum(1 for _ in store.read())))
     advance()
-    network = DraftNetwork(replace(config, draft_context=options.context), options.context, kept)
+    config = replace(config, draft_context=options.context)
+    if config.reads is None:
+        network = DraftNetwork(config, options.context, kept)
+    else:
+        network = HeadNetwork(replace(config, draft_vocab_size=len(kept)), options.context + STEPS, kept)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    trainer = Trainer(network, options.learning_rate, device, is_half_fast(device))
     file = options.folder / "training" / CHECKPOINT
     check_beginning(file.parent, start, continued=file.is_file())
-    if file.is_file():
-        trainer.load(file)
+    if isinstance(network, HeadNetwork):
+        initialise_head(network, target, held_out, options.seed)
     elif start is None:
         initialise(network, target, options.seed)
     else:
         start.load(network)
+    trainer = Trainer(network, options.learning_rate, device, is_half_fast(device))
+    if file.is_file():
+        trainer.load(file)
     batches = training_batches(store, options.batch, options.context, options.seed + trainer.progress.steps)
     schedule = Schedule(options.training_seconds, watch.clock, watch.measured, watch.step)
     origin = origin_of(target.path, options.target)
@@ -258,6 +272,7 @@ def figures_of(trainer: Trainer, found: Acceptance, coverage: float) -> dict[str
         "training_minutes": round(now.seconds / 60, 2),
         "vocabulary": len(trainer.network.kept),
         "vocabulary_coverage": round(coverage, 4),
+        "kind": "states" if config.reads else "text",
         "layers": config.num_layers,
         "hidden": config.hidden_size,
         "intermediate": config.intermediate_size,

@@ -1,8 +1,8 @@
-"""The finished draft: an ordinary Hugging Face folder in bf16, trimmed or with the full vocabulary.
+"""The finished draft: an ordinary Hugging Face folder in bf16, trimmed or with the full vocabulary, or an EAGLE-3 head.
 
 A trimmed draft's config.json has `draft_vocab_size` N, and its safetensors hold `d2t`, int64 [N]: output i stands for
 the target's token i + d2t[i], as in EAGLE-3 and in vLLM's speculators. The embedding is complete, and the vocabulary
-projection is its rows of these tokens.
+projection is its rows of these tokens. A head has rows of its own, and neither an embedding nor a tokenizer.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from ...models.plain_files import read_object
 from ...runtime.bundle.staging import staging_folder
 from ...runtime.text.tokenizer import TOKENIZER
 from ..checkpoints.checkpoint import Checkpoint, check_same_tokens
+from ..checkpoints.eagle import TAPS, of_authors
 from ..kept_tokens import offsets
 from .card import EARLIER, Origin, card
 from .network import DraftNetwork
@@ -66,11 +67,16 @@ def write_draft(
     """Write a draft, replacing an older one, and return its figures. states: hidden states [M, H] of some text; with
     them the draft gets the full vocabulary. Raises ConfigError when it cannot be written."""
     config = network.llama.config
-    tensors = {name: parameter.detach().cpu().float() for name, parameter in network.llama.named_parameters()}
+    tensors = {name: parameter.detach().cpu() for name, parameter in network.llama.named_parameters()}
     kept = network.kept.cpu()
     fields = config_fields(config)
     figures = dict(report.figures)
-    if config.draft_context is not None:
+    if config.reads is not None:
+        del tensors[EMBEDDING_WEIGHT]
+        tensors = {of_authors(name.removeprefix("model.")): tensor for name, tensor in tensors.items()}
+        fields |= {"architectures": ["LlamaForCausalLMEagle3"], TAPS: list(config.reads.taps)}
+        fields["max_position_embeddings"] = config.draft_context or config.max_position
+    elif config.draft_context is not None:
         fields["draft_context"] = config.draft_context
     if states is None:
         tensors["d2t"] = torch.from_numpy(offsets(kept.numpy()))
@@ -88,8 +94,9 @@ def write_draft(
         for name, tensor in tensors.items()
     }
     with staging_folder(folder, FIGURES, ConfigError) as staging:
-        target.write_tokenizer(staging)
-        compact(staging / TOKENIZER)
+        if config.reads is None:
+            target.write_tokenizer(staging)
+            compact(staging / TOKENIZER)
         save_file(stored, staging / WEIGHTS, {"format": "pt"})
         write_json(staging / "config.json", fields)
         eos = target.eos_token_ids()
@@ -140,7 +147,7 @@ def config_fields(config: LlamaConfig) -> dict[str, Any]:
         "rope_parameters": {"rope_type": "default", "rope_theta": config.rope_theta},
         "attention_bias": False,
         "mlp_bias": False,
-        "tie_word_embeddings": True,
+        "tie_word_embeddings": config.tie_embeddings,
         "bos_token_id": config.bos_token_id,
         "eos_token_id": eos[0] if len(eos) == 1 else eos,
         "dtype": "bfloat16",

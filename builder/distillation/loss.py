@@ -1,4 +1,5 @@
-"""The draft's loss: its distance from the target's distributions over the tokens that it can reach.
+"""The draft's loss: how often the target refuses it, and its distance from the target's distributions over the tokens
+that it can reach.
 
 The draft q has a trimmed vocabulary, and of the target p the K most probable tokens are known, beside the probability
 of all others. Let S be the known tokens that the draft has. Both distributions are compared over the tokens of S and
@@ -10,10 +11,12 @@ left out, because it tells the draft how much probability to keep from the known
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from .batches import Batch
 from .network import DraftNetwork
@@ -28,34 +31,22 @@ class Reachable(NamedTuple):
     places: Tensor  # int64 [N, K], indices of the draft's output for the known tokens; 0 where it lacks the token
     probs: Tensor  # float32 [N, K], the target's probabilities; 0 where the draft lacks the token
     tails: Tensor  # float32 [N]
-    written: Tensor  # int64 [N], the index of the token that the target wrote; -1 where the draft lacks it
 
     def at(self, rows: Tensor | slice) -> Reachable:
         """The places of a mask, bool [N], or of a slice."""
         return Reachable(*(tensor[rows] for tensor in self))
 
 
-def reachable(ids: Tensor, logprobs: Tensor, tails: Tensor, written: Tensor, place_of: Tensor) -> Reachable:
-    """ids, logprobs: [N, K]. tails, written: [N]. place_of: int64 [V], the index of each token in the draft's output,
-    or -1."""
+def reachable(ids: Tensor, logprobs: Tensor, tails: Tensor, place_of: Tensor) -> Reachable:
+    """ids, logprobs: [N, K]. tails: [N]. place_of: int64 [V], the index of each token in the draft's output, or -1."""
     places = place_of[ids]
-    probs = logprobs.exp().masked_fill(places < 0, 0.0)
-    return Reachable(places.clamp_min(0), probs, tails, place_of[written])
+    return Reachable(places.clamp_min(0), logprobs.exp().masked_fill(places < 0, 0.0), tails)
 
 
-class LossParts(NamedTuple):
-    """Means over the places."""
-
-    divergence: Tensor  # KL(p || q), each place weighted by the reachable probability
-    entropy: Tensor  # cross entropy of the written tokens that the draft has
-
-
-def distillation_loss(logits: Tensor, target: Reachable) -> LossParts:
-    """logits: [N, outputs] of the draft."""
-    has_written = target.written >= 0
-    columns = torch.cat((target.places, target.written.clamp_min(0)[:, None]), -1)
-    compared = logits.log_softmax(-1, torch.float32).gather(-1, columns)
-    q_log, own = compared[:, :-1], compared[:, -1]
+def acceptance_loss(logits: Tensor, target: Reachable) -> Tensor:
+    """The mean of LK losses (2602.23881): w KL(p || q) + (1 - w) (1 - a), where a = Σ min(p, q) is the acceptance and
+    w = exp(-3 a). The more the draft is right, the more the loss is its refusals. logits: [N, outputs] of the draft."""
+    q_log = logits.log_softmax(-1, torch.float32).gather(-1, target.places)
     known = target.probs > 0
     q = q_log.exp().masked_fill(~known, 0.0)
     q_rest = (1 - q.sum(-1)).clamp_min(LEAST)
@@ -63,8 +54,9 @@ def distillation_loss(logits: Tensor, target: Reachable) -> LossParts:
     p, p_rest = target.probs / mass[:, None], target.tails / mass
     terms = torch.where(known, p * (p.clamp_min(1e-30).log() - q_log), 0.0).sum(-1)
     rest = torch.where(p_rest > 0, p_rest * (p_rest.clamp_min(1e-30).log() - q_rest.log()), 0.0)
-    entropy = -(own * has_written).sum() / has_written.sum().clamp_min(1)
-    return LossParts((mass * (terms + rest)).mean(), entropy)
+    a = torch.minimum(target.probs, q).sum(-1)
+    w = (-3 * a.detach()).exp()
+    return (w * mass * (terms + rest) + (1 - w) * (1 - a)).mean()
 
 
 class Acceptance(NamedTuple):
@@ -73,7 +65,8 @@ class Acceptance(NamedTuple):
     # Acceptance at each of ANSWER_TEMPERATURES, of answers that were written at it; None where there are none. At 0:
     # the share of places where both models have the same best token. Above: the mean of Σ min(p, q), see `overlap`.
     values: tuple[float | None, ...]
-    loss: float  # the divergence
+    later: tuple[float, ...]  # of a head: the mean acceptance of the second drafted token, and of those after it
+    loss: float
     places: int  # scored tokens
 
     @property
@@ -86,39 +79,42 @@ class Acceptance(NamedTuple):
         """The mean over the temperatures that were measured."""
         return sum(self.known) / max(1, len(self.known))
 
-    def to_dict(self) -> dict[str, float | None]:
+    def to_dict(self) -> dict[str, Any]:
         """JSON-ready figures by temperature."""
         figures = zip(ANSWER_TEMPERATURES, self.values, strict=True)
         named = {f"acceptance_{at:g}": None if value is None else round(value, 4) for at, value in figures}
-        return {**named, "loss": round(self.loss, 4), "places": self.places}
+        later = {"later_tokens": [round(value, 4) for value in self.later]} if self.later else {}
+        return {**named, **later, "loss": round(self.loss, 4), "places": self.places}
 
 
 @torch.no_grad()
 def estimate(network: DraftNetwork, batches: Sequence[Batch]) -> Acceptance:
     """Measure a draft on held-out batches."""
-    sums = torch.zeros(len(ANSWER_TEMPERATURES), dtype=torch.float64)
+    sums = torch.zeros(network.steps, len(ANSWER_TEMPERATURES), dtype=torch.float64)
     counts = torch.zeros_like(sums)
     loss, places = 0.0, 0
     for batch in batches:
-        logits = network(batch).float()
-        scored = batch.scored
-        ids, logprobs, tails = batch.ids[scored], batch.logprobs[scored], batch.tails[scored]
-        target = reachable(ids, logprobs, tails, batch.written[scored], network.place_of)
-        loss += float(distillation_loss(logits, target).divergence) * len(logits)
-        places += len(logits)
-        kinds = batch.kinds[scored]
-        for index, temperature in enumerate(ANSWER_TEMPERATURES):
-            rows = kinds == ANSWER + index
-            if not rows.any():
-                continue
-            if temperature:
-                own = overlap(logits[rows], target.at(rows), logprobs[rows], tails[rows], temperature)
-            else:
-                own = (network.kept[logits[rows].argmax(-1)] == ids[rows][:, 0]).double()
-            sums[index] += own.sum().cpu()
-            counts[index] += len(own)
-    means = tuple(mean if count else None for mean, count in zip((sums / counts).tolist(), counts, strict=True))
-    return Acceptance(means, loss / max(1, places), places)
+        for step, drafted in enumerate(network.drafted(batch)):
+            scored, logits = drafted.places, functional.linear(drafted.hidden, network.projection()).float()
+            ids, logprobs, tails = batch.ids[scored], batch.logprobs[scored], batch.tails[scored]
+            target = reachable(ids, logprobs, tails, network.place_of)
+            if step == 0 and len(logits):
+                loss += float(acceptance_loss(logits, target)) * len(logits)
+                places += len(logits)
+            kinds = batch.kinds[scored]
+            for index, temperature in enumerate(ANSWER_TEMPERATURES):
+                rows = kinds == ANSWER + index
+                if not rows.any():
+                    continue
+                if temperature:
+                    own = overlap(logits[rows], target.at(rows), logprobs[rows], tails[rows], temperature)
+                else:
+                    own = (network.kept[logits[rows].argmax(-1)] == ids[rows][:, 0]).double()
+                sums[step, index] += own.sum().cpu()
+                counts[step, index] += len(own)
+    first, *later = (sums / counts).tolist()
+    means = tuple(mean if count else None for mean, count in zip(first, counts[0], strict=True))
+    return Acceptance(means, tuple(np.nanmean(later, -1).tolist()) if later else (), loss / max(1, places), places)
 
 
 def overlap(logits: Tensor, target: Reachable, logprobs: Tensor, tails: Tensor, temperature: float) -> Tensor:

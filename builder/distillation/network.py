@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 
 from ...models.config import LlamaConfig
@@ -54,9 +56,18 @@ def draft_config(options: DistillOptions, target: LlamaConfig) -> LlamaConfig:
     )
 
 
-class DraftNetwork(torch.nn.Module):
+class Drafted(NamedTuple):
+    """What a draft says of N places of a batch."""
+
+    hidden: Tensor  # [N, hidden_size], states before the vocabulary projection
+    places: Tensor  # bool [B, L], the scored places of which it says it, in order
+
+
+class DraftNetwork(nn.Module):
     """The LLaMA, and the ids of the tokens that it writes."""
 
+    steps = 1  # tokens that it learns to draft in a row: along the true text all are alike
+    by_muon = True  # see Trainer
     kept: Tensor  # int64 [N], ascending
     place_of: Tensor  # int64 [V]: the index of each token in `kept`, or -1
 
@@ -89,9 +100,13 @@ class DraftNetwork(torch.nn.Module):
         rows: Tensor = self.llama.model.embed_tokens.weight[self.kept]
         return rows
 
-    def forward(self, batch: Batch) -> Tensor:
-        """Logits [N, len(kept)] of the scored places."""
-        return functional.linear(self.hidden(batch), self.projection())
+    def learning(self) -> dict[str, nn.Parameter]:
+        """The parameters that learn, by their names in a checkpoint."""
+        return {name: parameter for name, parameter in self.llama.named_parameters() if parameter.requires_grad}
+
+    def drafted(self, batch: Batch) -> Iterator[Drafted]:
+        """For each of `steps`."""
+        yield Drafted(self.hidden(batch), batch.scored)
 
 
 def principal(embedding: NDArray[np.float32], size: int) -> NDArray[np.float32]:

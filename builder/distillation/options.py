@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ...models.errors import ConfigError
@@ -13,6 +13,8 @@ TEXT_SHARE = 0.6  # of the minutes, for writing text
 MIN_MINUTES, MAX_MINUTES = 0.1, 60 * 24 * 30.0
 WORTH_MINUTES = 30  # with fewer, a draft agrees with its target too seldom
 LAYERS, VOCABULARY = 2, 8192
+PLAIN = ("layers", "hidden", "heads", "head_dim", "start", "full_vocabulary")  # options of plain drafts alone
+BATCH, RATE = {"states": 3, "text": 8}, {"states": 1.2e-3, "text": 2e-3}  # by kind
 SIZES = {"layers": 64, "hidden": 8192, "heads": 1024, "kv_heads": 1024, "head_dim": 1024, "intermediate": 8192}  # most
 LIMITS = {
     **{name: (1, most) for name, most in SIZES.items()},
@@ -36,19 +38,25 @@ class DistillOptions:
     questions: tuple[str, ...] = ()  # of the user, to answer instead of the target's own
     state: Path | None = setting(None, "folder of texts and checkpoints", "DRAFT.state")
     start: Path | None = None  # a draft of an earlier distillation, with whose weights and sizes the training begins
-    layers: int | None = setting(None, "of the draft", f"{LAYERS}")
-    hidden: int | None = setting(None, "hidden size", "about 0.45 of the target's")
-    heads: int | None = setting(None, "attention heads", "hidden size / head size")
-    kv_heads: int | None = setting(None, "heads of keys and values", "half of the heads")
-    head_dim: int | None = setting(None, "size of a head", "64")
-    intermediate: int | None = setting(None, "feed-forward size", "three times the hidden size")
+    kind: str | None = setting(
+        None,
+        "states: a head that reads its target's states; text: a small model of its own",
+        "states for targets of hidden size 1024 or more",
+        is_further=False,
+    )
+    layers: int | None = setting(None, "of a plain draft", f"{LAYERS}")
+    hidden: int | None = setting(None, "hidden size of a plain draft", "about 0.45 of the target's")
+    heads: int | None = setting(None, "attention heads of a plain draft", "hidden size / head size")
+    kv_heads: int | None = setting(None, "heads of keys and values", "half of the heads; with states all")
+    head_dim: int | None = setting(None, "size of an attention head of a plain draft", "64")
+    intermediate: int | None = setting(None, "feed-forward size", "three times the hidden size; with states twice")
     # None: those of `start`, or VOCABULARY.
     vocabulary: int | None = setting(None, "tokens that the draft writes, the most frequent ones of the text", "8192")
     requests: int = setting(48, "texts written at a time")
     context: int = setting(512, "tokens of a training sequence")
-    batch: int = setting(8, "sequences of a training step")
+    batch: int | None = setting(None, "sequences of a training step", "8; with states 3")
     threads: int = setting(0, "of the engine and of torch; 0 chooses")
-    learning_rate: float = setting(2e-3, "at its highest")
+    learning_rate: float | None = setting(None, "at its highest", "0.002; with states 0.0012")
     seed: int = setting(0, "of the texts and of the training")
     full_vocabulary: bool = setting(False, "write the draft for programs that cannot load a trimmed one")
 
@@ -68,8 +76,23 @@ class DistillOptions:
                 raise ConfigError(f"{name} cannot be given beside --from: the draft in {self.start} has its own")
         if self.head_dim is not None and self.head_dim % 2:
             raise ConfigError(f"head_dim ({self.head_dim}) must be even: rotary positions need pairs")
-        if not 0 < self.learning_rate <= 1:
+        if self.kind not in (None, *BATCH):
+            raise ConfigError(f"kind must be {' or '.join(BATCH)}, not {self.kind}")
+        if self.kind == "states" and (given := next((name for name in PLAIN if getattr(self, name)), None)):
+            raise ConfigError(
+                f"{given} goes with kind text: a head has its target's layers, and begins with its states"
+            )
+        if self.learning_rate is not None and not 0 < self.learning_rate <= 1:
             raise ConfigError(f"learning_rate must be above 0 and at most 1, not {self.learning_rate}")
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether an option that is for plain drafts alone is given."""
+        return any(getattr(self, name) for name in PLAIN)
+
+    def completed(self, kind: str) -> DistillOptions:
+        """With the defaults of a kind."""
+        return replace(self, kind=kind, batch=self.batch or BATCH[kind], learning_rate=self.learning_rate or RATE[kind])
 
     @property
     def text_seconds(self) -> float:

@@ -1,7 +1,8 @@
 """The files of a state folder: the texts that the target wrote, with its distributions, and the time spent on them.
 
 A file is replaced by a rename. A file of texts is replaced whenever a text is added, until it holds TEXTS_PER_FILE
-texts. A process that is killed therefore loses only the texts that it had not finished.
+texts. A process that is killed therefore loses only the texts that it had not finished. The states of a file's texts
+are appended to a file beside it before the text is added: float16, one row for each token.
 """
 
 from __future__ import annotations
@@ -69,10 +70,14 @@ def replace_file(file: Path, write: Callable[[Path], object]) -> None:
         os.replace(partial, file)
     except (OSError, SafetensorError) as error:
         partial.unlink(missing_ok=True)
-        raise ConfigError(
-            f"{file} cannot be written ({error}): free some space and run the same command again; what was written "
-            "before is kept"
-        ) from error
+        raise not_written(file, error) from error
+
+
+def not_written(file: Path, error: Exception) -> ConfigError:
+    return ConfigError(
+        f"{file} cannot be written ({error}): free some space and run the same command again; what was written before "
+        "is kept"
+    )
 
 
 def read_seconds(file: Path) -> float:
@@ -98,6 +103,7 @@ class WrittenText(NamedTuple):
     ids: NDArray[np.unsignedinteger[Any]]  # [T, K], the most probable tokens at each place, best first
     logprobs: NDArray[np.float16]  # [T, K], natural logarithms at temperature 1; -inf where there are fewer
     tails: NDArray[np.float16]  # [T], the probability of all other tokens
+    states: NDArray[np.float16]  # [T, S], the target's rows at its taps; the last one is zeros. S is 0 without taps
 
     @property
     def is_held_out(self) -> bool:
@@ -113,10 +119,10 @@ def is_held_out(question: int) -> bool:
 class TextStore:
     """All texts of a state folder. One process at a time adds texts; others may read meanwhile."""
 
-    def __init__(self, folder: Path, vocab_size: int, columns: int) -> None:
-        """columns: K. Raises ConfigError for a folder that cannot be written."""
+    def __init__(self, folder: Path, vocab_size: int, columns: int, state_size: int = 0) -> None:
+        """columns: K. state_size: S. Raises ConfigError for a folder that cannot be written."""
         self._folder = folder
-        self._vocab_size, self._columns = vocab_size, columns
+        self._sizes = vocab_size, columns, state_size
         self._pending: list[WrittenText] = []
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -131,8 +137,15 @@ class TextStore:
 
     def add(self, text: WrittenText) -> None:
         """Store a text. Raises ConfigError when there is no room; what was stored before is kept."""
-        self._pending.append(text)
-        write_texts(self._folder / f"texts-{self._file_number:06}.safetensors", self._pending)
+        file = self._folder / f"texts-{self._file_number:06}.safetensors"
+        if text.states.size:
+            try:
+                with states_beside(file).open("ab" if self._pending else "wb") as opened:
+                    opened.write(text.states.tobytes())
+            except OSError as error:
+                raise not_written(states_beside(file), error) from error
+        self._pending.append(text._replace(states=text.states[:, :0].copy()))
+        write_texts(file, self._pending)
         if len(self._pending) == TEXTS_PER_FILE:
             self._pending = []
             self._file_number += 1
@@ -151,7 +164,7 @@ class TextStore:
     def read(self, files: Sequence[Path] | None = None) -> Iterator[WrittenText]:
         """The texts of these files, or of all. Raises ConfigError for a damaged file."""
         for file in self.files() if files is None else files:
-            yield from read_texts(file, self._vocab_size, self._columns)
+            yield from read_texts(file, *self._sizes)
 
 
 def number_of(file: Path) -> int:
@@ -172,14 +185,23 @@ def write_texts(file: Path, texts: Sequence[WrittenText]) -> None:
     replace_file(file, partial(save_file, arrays))
 
 
-def read_texts(file: Path, vocab_size: int, columns: int) -> Iterator[WrittenText]:
-    """The texts of one file. Raises ConfigError for a file that does not hold texts of this vocabulary."""
+def states_beside(file: Path) -> Path:
+    """The file with the states of a file of texts."""
+    return file.with_suffix(".states")
+
+
+def read_texts(file: Path, vocab_size: int, columns: int, state_size: int) -> Iterator[WrittenText]:
+    """The texts of one file; their states stay on the disk until they are read. Raises ConfigError for a file that does
+    not hold texts of this vocabulary, and without as many states."""
     try:
         if file.stat().st_size > MAX_BYTES:
             raise ValueError(f"it has more than {MAX_BYTES} bytes")
         with safe_open(file, framework="numpy") as opened:
             arrays = {name: opened.get_tensor(name) for name in NAMES}
         check_arrays(arrays, vocab_size, columns)
+        states: NDArray[np.float16] = np.zeros((len(arrays["tokens"]), 0), np.float16)
+        if state_size and len(states):
+            states = np.memmap(states_beside(file), np.float16, "r", shape=(len(states), state_size))
     except (OSError, ValueError, SafetensorError) as error:
         raise ConfigError(
             f"{file} holds no texts of this target ({error}): remove it, or choose another --state"
@@ -188,7 +210,7 @@ def read_texts(file: Path, vocab_size: int, columns: int) -> Iterator[WrittenTex
     for number, question, end in zip(
         arrays["numbers"].tolist(), arrays["questions"].tolist(), arrays["ends"].tolist(), strict=True
     ):
-        yield WrittenText(number, question, *(arrays[name][begin:end] for name in NAMES[3:]))
+        yield WrittenText(number, question, *(arrays[name][begin:end] for name in NAMES[3:]), states[begin:end])
         begin = end
 
 

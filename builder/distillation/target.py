@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -49,7 +50,8 @@ class TextTarget:
         slots = requests * spec.capacity
         allocated = self.budget.allocated
         self.pool = PooledEngine(self._engine, slots if allocated is None else min(slots, allocated))
-        self.pool.share_prefixes(RETAINED)
+        if not spec.model.taps:  # rows of a shared prefix are not computed again, and show no states
+            self.pool.share_prefixes(RETAINED)
         self.eos = bundle.manifest.eos_token_ids
         self.vocab_size = spec.model.vocab_size
 
@@ -80,7 +82,8 @@ def compile_target(checkpoint: Checkpoint, folder: Path, begin: Begin) -> Engine
     max_length = min(checkpoint.config.longest, LONGEST)
     folder.parent.mkdir(parents=True, exist_ok=True)
     write_json(marker(folder), {"model": digest(checkpoint)})
-    return build(BuildOptions(checkpoint.path, None, folder, backend.name, precision, max_length), begin)
+    taps = checkpoint.config.taps
+    return build(BuildOptions(checkpoint.path, None, folder, backend.name, precision, max_length, taps=taps), begin)
 
 
 def check_target(checkpoint: Checkpoint, folder: Path) -> None:
@@ -94,7 +97,8 @@ def check_target(checkpoint: Checkpoint, folder: Path) -> None:
         raise ConfigError(f"{file} is not readable ({error}): remove it and {folder}") from error
     if found != digest(checkpoint):
         raise ConfigError(
-            f"{folder} belongs to another target: choose another --state, or remove {folder.parent} and its texts"
+            f"{folder} belongs to another target, or to drafts of the other --kind: choose another --state, or remove "
+            f"{folder.parent} and its texts"
         )
 
 
@@ -149,8 +153,10 @@ def recorded(
     steps: Steps[TokenChunk],
     select: Callable[[NDArray[np.float32]], TopTokens],
     rows: list[TopTokens],
+    states: list[NDArray[np.float16]] | None = None,
 ) -> Steps[TokenChunk]:
-    """The steps of plain decoding. Each pass that decides a token adds to `rows`."""
+    """The steps of plain decoding. Each pass that decides a token adds to `rows`, and each pass the states of its
+    tokens, [tokens, S], to `states`."""
     try:
         answer = None
         while True:
@@ -158,8 +164,14 @@ def recorded(
                 step = steps.send(answer)
             except StopIteration:
                 return
+            if isinstance(step, Pass) and states is not None:
+                step = step._replace(batch=replace(step.batch, states_read=True))
             answer = yield step
-            if isinstance(step, Pass) and step.output_read and answer is not None:
+            if not isinstance(step, Pass) or answer is None:
+                continue
+            if step.output_read:
                 rows.append(select(answer.logits[0]))  # now: the next pass overwrites the logits
+            if states is not None and answer.states is not None:
+                states.append(answer.states[: step.batch.num_tokens].astype(np.float16))
     finally:
         steps.close()

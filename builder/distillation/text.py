@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ...runtime.decoding.chunk import TokenChunk
 from ...runtime.decoding.decoder import SpeculativeDecoder
@@ -67,6 +68,7 @@ class Draft:
     rows: list[TopTokens | None] = field(default_factory=list)
     question: int | None = None
     turn: int = 0  # questions that were answered
+    states: list[NDArray[np.float16]] = field(default_factory=list)  # of every token but the last one
 
     def give(self, tokens: Sequence[int]) -> None:
         """Append tokens of the template or the user. A special token with which the target has just ended its own part
@@ -86,6 +88,7 @@ class Draft:
         assert self.question is not None
         empty = TopTokens(np.zeros(COLUMNS, id_type(vocab_size)), np.full(COLUMNS, -np.inf, np.float16), 1.0)
         rows = [row or empty for row in self.rows]
+        states = np.concatenate(self.states or [np.zeros((0, 0), np.float16)])[: len(self.tokens) - 1]
         return WrittenText(
             self.number,
             self.question,
@@ -94,6 +97,7 @@ class Draft:
             np.stack([row.ids for row in rows]),
             np.stack([row.logprobs for row in rows]),
             np.array([row.tail for row in rows], np.float16),
+            np.pad(states, ((0, len(self.tokens) - len(states)), (0, 0))),
         )
 
 
@@ -104,6 +108,7 @@ class Segment(Request[TokenChunk]):
     text: Draft
     kind: int
     rows: list[TopTokens]
+    shown: list[NDArray[np.float16]]  # the states of its passes, which begin with the text anew
     written: list[int] = field(default_factory=list)
 
 
@@ -199,7 +204,7 @@ class TextWriter:
     def _follow(self, segment: Segment) -> Segment | None:
         """The segment after one that has ended; None where the text ends. A text without an answer is dropped."""
         text, layout = segment.text, self._layout
-        rows = segment.rows[: len(segment.written)]
+        rows, text.states = segment.rows[: len(segment.written)], segment.shown
         if segment.kind != QUESTION:
             text.write(segment.written, segment.kind, rows)
             text.turn += 1
@@ -243,13 +248,21 @@ class TextWriter:
         top_p = TOP_P if temperature else 1.0
         params = SamplingParams(max_tokens=length, temperature=temperature, top_p=top_p, seed=seed)
         pool, stats, rows = self._target.pool, SpecDecodeStats(), list[TopTokens]()
+        shown = list[NDArray[np.float16]]()
         decoder = SpeculativeDecoder(pool, None, None, pool.spec.capacity, eos)
         sampler = Sampler(params, text.tokens, eos, self._target.vocab_size)
         steps = decoder.steps(list(text.tokens), sampler, seeded_streams(seed), stats)
-        steps = recorded(steps, self._select, rows)
+        steps = recorded(steps, self._select, rows, shown if pool.spec.model.taps else None)
         slots = self._target.budget.needed(len(text.tokens), length)
         return Segment(
-            steps=steps, write=lambda chunk: chunk, num_slots=slots, stats=stats, text=text, kind=kind, rows=rows
+            steps=steps,
+            write=lambda chunk: chunk,
+            num_slots=slots,
+            stats=stats,
+            text=text,
+            kind=kind,
+            rows=rows,
+            shown=shown,
         )
 
 

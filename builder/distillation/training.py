@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -17,7 +18,7 @@ from torch.nn import functional
 from ...models.errors import ConfigError
 from ...models.typed import typed
 from .batches import Batch
-from .loss import Acceptance, distillation_loss, estimate, reachable
+from .loss import Acceptance, acceptance_loss, estimate, reachable
 from .network import DraftNetwork
 from .state import ANSWER_TEMPERATURES, replace_file
 
@@ -25,7 +26,7 @@ WARM_UP = 50  # steps
 LAST_RATE = 0.02  # the learning rate at the end, over the highest
 DECAY = 0.01  # weight decay of the layers' matrices
 CLIP = 1.0
-ENTROPY_SHARE = 0.1  # of the loss: cross entropy of the written tokens, which tells about tokens of the tail
+FADE = 0.8  # weight of a drafted token in a head's loss, over that of the token before
 MEASURED_SECONDS = 120.0  # between two estimates, each with a checkpoint
 PLACES = 256  # whose logits are in memory at a time, in a training step
 MATRIX_RATE = 13  # Muon's learning rate over AdamW's: its updates are orthogonal, so that each has the same size
@@ -73,63 +74,64 @@ class Schedule(NamedTuple):
     seconds: float  # of training in all
     clock: Callable[[], float]  # the present time in seconds; tests count steps instead
     measured: float = MEASURED_SECONDS  # between two estimates
-    # Called after each step with the seconds of training so far and the divergence.
-    heard: Callable[[float, float], None] = lambda seconds, divergence: None
+    # Called after each step with the seconds of training so far and the loss.
+    heard: Callable[[float, float], None] = lambda seconds, loss: None
 
 
 class Trainer:
-    """A draft, its optimizers and its progress. Muon (2502.16982) updates the matrices of the layers, AdamW everything
-    else: after the same 150 steps for SmolLM2 the draft's best token was the target's at 25 % of the places, and at
-    17 % with AdamW alone."""
+    """A draft, its optimizers and its progress. Muon (2502.16982) updates the matrices of a plain draft's layers, AdamW
+    everything else: after the same 150 steps for SmolLM2 the draft's best token was the target's at 25 % of the places,
+    and at 17 % with AdamW alone. Matrices of a head are so large that Muon's update takes as long as a step."""
 
     def __init__(self, network: DraftNetwork, learning_rate: float, device: torch.device, half: bool) -> None:
         """half: compute matrix products in bf16."""
         self.network = network.to(device)
         self._device, self._half = device, half
         self._rate = learning_rate
-        named = list(network.llama.named_parameters())
-        matrices = [parameter for name, parameter in named if is_matrix(name, parameter)]
-        others = [parameter for name, parameter in named if not is_matrix(name, parameter)]
-        self._muon = torch.optim.Muon(matrices, lr=MATRIX_RATE * learning_rate, weight_decay=DECAY)
-        self._adamw = torch.optim.AdamW(others, lr=learning_rate, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
+        adamw = partial(torch.optim.AdamW, lr=learning_rate, betas=(0.9, 0.95), fused=True)
+        named = network.learning()
+        matrices = [parameter for name, parameter in named.items() if is_matrix(name, parameter)]
+        self._others = adamw([each for name, each in named.items() if not is_matrix(name, each)], weight_decay=0.0)
+        self._matrices: torch.optim.Optimizer
+        if network.by_muon:
+            self._matrices = torch.optim.Muon(matrices, lr=MATRIX_RATE * learning_rate, weight_decay=DECAY)
+        else:
+            self._matrices = adamw(matrices, weight_decay=DECAY)
         self.progress = Progress()
 
     def step(self, batch: Batch, rate: float) -> float:
-        """One update; returns the divergence of this batch. rate: the factor on the learning rate."""
+        """One update; returns the loss of this batch. rate: the factor on the learning rate."""
         self.network.llama.zero_grad(set_to_none=True)
-        divergence = self._backward(batch.to(self._device))
+        loss = self._backward(batch.to(self._device))
         torch.nn.utils.clip_grad_norm_(self.network.llama.parameters(), CLIP)
-        for optimizer, highest in ((self._muon, MATRIX_RATE * self._rate), (self._adamw, self._rate)):
+        for optimizer in (self._matrices, self._others):
+            highest = MATRIX_RATE * self._rate if isinstance(optimizer, torch.optim.Muon) else self._rate
             for group in optimizer.param_groups:
                 group["lr"] = highest * rate
             optimizer.step()  # type: ignore[no-untyped-call]
-        return divergence
+        return loss
 
     def _backward(self, batch: Batch) -> float:
-        """Add a batch's gradients; returns its divergence. The loss takes PLACES places at a time, whose logits stay in
-        a processor's cache: on a CPU this takes half of the time of all [N, outputs] logits at once."""
-        scored = batch.scored
-        target = reachable(
-            batch.ids[scored], batch.logprobs[scored], batch.tails[scored], batch.written[scored], self.network.place_of
-        )
+        """Add a batch's gradients; returns its loss. The loss takes PLACES places at a time, whose logits stay in a
+        processor's cache: on a CPU this takes half of the time of all [N, outputs] logits at once."""
         with torch.autocast(self._device.type, torch.bfloat16, enabled=self._half):
-            hidden, projection = self.network.hidden(batch), self.network.projection()
-        states, rows = (tensor.detach().requires_grad_() for tensor in (hidden, projection))
-        has_written = (target.written >= 0).sum().clamp_min(1)
-        divergence = torch.zeros((), device=self._device)
-        for first in range(0, len(states), PLACES):
-            places = slice(first, first + PLACES)
-            with torch.autocast(self._device.type, torch.bfloat16, enabled=self._half):
-                logits = functional.linear(states[places], rows)
-            part = target.at(places)
-            parts = distillation_loss(logits, part)
-            share = len(logits) / len(states)
-            entropy_share = (part.written >= 0).sum() / has_written
-            loss = (1 - ENTROPY_SHARE) * parts.divergence * share + ENTROPY_SHARE * parts.entropy * entropy_share
-            loss.backward()  # type: ignore[no-untyped-call]
-            divergence += parts.divergence.detach() * share
-        torch.autograd.backward([hidden, projection], [states.grad, rows.grad])
-        return float(divergence)
+            steps, projection = list(self.network.drafted(batch)), self.network.projection()
+        rows = projection.detach().requires_grad_(projection.requires_grad)
+        hidden, total = [each.hidden.detach().requires_grad_() for each in steps], torch.zeros((), device=self._device)
+        for step, (states, (_, scored)) in enumerate(zip(hidden, steps, strict=True)):
+            columns = batch.ids[scored], batch.logprobs[scored], batch.tails[scored]
+            target = reachable(*columns, self.network.place_of)
+            for first in range(0, len(states), PLACES):
+                places = slice(first, first + PLACES)
+                with torch.autocast(self._device.type, torch.bfloat16, enabled=self._half):
+                    logits = functional.linear(states[places], rows)
+                loss = FADE**step * acceptance_loss(logits, target.at(places)) * len(logits) / len(states)
+                loss.backward()  # type: ignore[no-untyped-call]
+                total += loss.detach()
+        ends = [(each.hidden, own.grad) for each, own in zip(steps, hidden, strict=True)] + [(projection, rows.grad)]
+        ends = [(tensor, grad) for tensor, grad in ends if grad is not None]
+        torch.autograd.backward([tensor for tensor, _ in ends], [grad for _, grad in ends])
+        return float(total)
 
     def run(
         self, batches: Iterator[Batch], held_out: Sequence[Batch], schedule: Schedule, text_tokens: Callable[[], int]
@@ -177,7 +179,7 @@ class Trainer:
     def save(self, file: Path) -> None:
         """Replace a checkpoint. Raises ConfigError when there is no room; the older checkpoint is then kept."""
         tensors: dict[str, Tensor] = {}
-        for name, parameter in self.network.llama.named_parameters():
+        for name, parameter in self.network.learning().items():
             tensors[f"weight.{name}"] = parameter.detach().cpu()
             optimizer, moments = self._optimizer_of(name, parameter)
             state = optimizer.state.get(parameter, {})
@@ -188,9 +190,9 @@ class Trainer:
 
     def _optimizer_of(self, name: str, parameter: Tensor) -> tuple[torch.optim.Optimizer, tuple[str, ...]]:
         """The optimizer of a parameter, and what it remembers of one, by torch's names."""
-        if is_matrix(name, parameter):
-            return self._muon, ("momentum_buffer",)
-        return self._adamw, ("exp_avg", "exp_avg_sq")
+        optimizer = self._matrices if is_matrix(name, parameter) else self._others
+        is_muon = isinstance(optimizer, torch.optim.Muon)
+        return optimizer, ("momentum_buffer",) if is_muon else ("exp_avg", "exp_avg_sq")
 
     def load(self, file: Path) -> None:
         """Go on from a checkpoint. Raises ConfigError for a damaged one, and for one of other sizes."""
@@ -199,7 +201,7 @@ class Trainer:
                 stored = json.loads((opened.metadata() or {}).get("progress", "{}"))
                 self.progress = typed(Progress, stored, "progress")
                 names = set(opened.keys())
-                for name, parameter in self.network.llama.named_parameters():
+                for name, parameter in self.network.learning().items():
                     weight = opened.get_tensor(f"weight.{name}")
                     if weight.shape != parameter.shape or not weight.isfinite().all():
                         raise ValueError(f"{name} is {tuple(weight.shape)} instead of {tuple(parameter.shape)}, or NaN")

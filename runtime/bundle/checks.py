@@ -72,7 +72,7 @@ def check_numbers(manifest: Manifest) -> None:
     target, draft = (manifest.engines.get(role) for role in ROLES)
     reads = None if draft is None else draft.model.reads
     shown = (() if target is None else target.model.taps, 0 if target is None else target.model.hidden_size)
-    sound = not shown[0] if reads is None else (reads.taps, reads.size) == shown
+    sound = draft is None or ((reads.taps, reads.size) == shown if reads else not shown[0])
     require(sound, "the target does not return the states that the draft reads")
     sizes = {spec.model.vocab_size for spec in manifest.engines.values()}
     require(len(sizes) == 1, "target and draft have different vocabularies")
