@@ -25,6 +25,15 @@ def draft(target: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.fixture(scope="session")
+def head(target: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A draft that reads its target's states, with its state beside it. Copy both before you change them."""
+    folder = tmp_path_factory.mktemp("head") / "draft"
+    with torch_settings(1):
+        distilled(options(target, folder, kind="states", hidden=None))
+    return folder
+
+
 @pytest.fixture(scope="module")
 def one_thread() -> Iterator[None]:
     """For models that are too small for several threads."""

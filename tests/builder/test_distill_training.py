@@ -24,7 +24,7 @@ from draftwood.builder.distillation import distill as distill_module
 from draftwood.builder.distillation.batches import Batch, pack
 from draftwood.builder.distillation.card import Origin, origin_of
 from draftwood.builder.distillation.draft import Report, write_draft
-from draftwood.builder.distillation.loss import distillation_loss, estimate, overlap, reachable
+from draftwood.builder.distillation.loss import acceptance_loss, estimate, overlap, reachable
 from draftwood.builder.distillation.network import DraftNetwork, draft_config, initialise
 from draftwood.builder.distillation.options import DistillOptions
 from draftwood.builder.distillation.training import Schedule, Trainer
@@ -59,7 +59,7 @@ def test_a_text_does_not_see_the_others_of_its_sequence(target: Path) -> None:
     for parameter in network.llama.parameters():
         torch.nn.init.normal_(parameter, std=0.2)
     texts = [written(number, number) for number in range(3)]
-    packed, alone = (network(next(pack(some, 1, length))) for some, length in ((texts, 57), (texts[1:2], 19)))
+    packed, alone = (network.hidden(next(pack(some, 1, length))) for some, length in ((texts, 57), (texts[1:2], 19)))
     counts = [int((text.kinds[1:] > 0).sum()) for text in texts]
     torch.testing.assert_close(packed[counts[0] : counts[0] + counts[1]], alone, rtol=1e-4, atol=1e-4)
 
@@ -125,8 +125,10 @@ def test_a_distilled_draft_is_a_trimmed_llama(draft: Path, target: Path) -> None
         assert own.vocabulary() == other.vocabulary()
 
 
-def test_a_distilled_draft_drafts(draft: Path, target: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["text", "states"])
+def test_a_distilled_draft_drafts(draft: Path, head: Path, target: Path, tmp_path: Path, kind: str) -> None:
     """In a bundle, speculative text is plain text, and tokens of the draft are accepted."""
+    draft = head if kind == "states" else draft
     bundle = built(target, draft, tmp_path / "bundle")
     params = SamplingParams(max_tokens=40, temperature=0, ignore_eos=True)
     with LLM(bundle, SpeculativeConfig(grow="chain", max_draft_len=3, budget="fixed")) as llm:
@@ -134,7 +136,7 @@ def test_a_distilled_draft_drafts(draft: Path, target: Path, tmp_path: Path) -> 
     with LLM(bundle, None) as llm:
         plain = llm.generate([[1, token] for token in range(3, 43)], params)
     assert [each.token_ids for each in results] == [each.token_ids for each in plain]
-    assert sum(each.stats.num_accepted_tokens for each in results) > 0
+    assert sum(each.stats.num_accepted_tokens for each in results) > 100
 
 
 def test_the_same_command_does_nothing_more_and_more_minutes_go_on(draft: Path, target: Path, tmp_path: Path) -> None:
@@ -188,7 +190,7 @@ def test_a_draft_that_keeps_every_token_is_written_without_offsets(target: Path,
     [
         *({"minutes": minutes} for minutes in (0.0, float("nan"))),
         *({"text_minutes": 9.0}, {"vocabulary": 3}, {"requests": 0}, {"context": 8}, {"batch": 0}, {"threads": 65}),
-        *({"learning_rate": 0.0}, {"seed": -1}),
+        *({"learning_rate": 0.0}, {"seed": -1}, {"kind": "eagle"}),
     ],
     ids=str,
 )
@@ -267,34 +269,28 @@ def test_the_command_writes_a_draft(
 # Loss
 
 
-def test_divergence_by_hand() -> None:
-    """Known tokens 7, 8 and 9 of p; the draft lacks 9. q is (0.5, 0.3, 0.2) over 7, 8 and 5."""
+def test_the_loss_by_hand() -> None:
+    """Known tokens 7, 8 and 9 of p; the draft lacks 9. q is (0.5, 0.3, 0.2) over 7, 8 and 5: 0.6 is accepted."""
     place_of = torch.full((12,), -1)
     place_of[torch.tensor([7, 8, 5])] = torch.arange(3)
     ids, p = torch.tensor([[7, 9, 8]]), torch.tensor([[0.4, 0.3, 0.2]])
-    target = reachable(ids, p.log(), torch.tensor([0.1]), torch.tensor([9]), place_of)
-    parts = distillation_loss(torch.tensor([[0.5, 0.3, 0.2]]).log() + 3, target)
-    exact = 0.4 * np.log((0.4 / 0.7) / 0.5) + 0.2 * np.log((0.2 / 0.7) / 0.3) + 0.1 * np.log((0.1 / 0.7) / 0.2)
-    assert parts.divergence.item() == pytest.approx(exact, rel=1e-5)
-    assert parts.entropy.item() == 0  # the draft lacks the written token
-    written_seven = target._replace(written=place_of[torch.tensor([7])])
-    assert distillation_loss(torch.tensor([[0.5, 0.3, 0.2]]).log(), written_seven).entropy.item() == pytest.approx(
-        -np.log(0.5), rel=1e-5
-    )
+    target = reachable(ids, p.log(), torch.tensor([0.1]), place_of)
+    found = acceptance_loss(torch.tensor([[0.5, 0.3, 0.2]]).log() + 3, target)
+    divergence = 0.4 * np.log((0.4 / 0.7) / 0.5) + 0.2 * np.log((0.2 / 0.7) / 0.3) + 0.1 * np.log((0.1 / 0.7) / 0.2)
+    weight = np.exp(-3 * 0.6)
+    assert found.item() == pytest.approx(weight * divergence + (1 - weight) * 0.4, rel=1e-5)
 
 
 @given(st.integers(0, 2**31), st.integers(3, 30))
-def test_divergence_is_least_at_the_target(seed: int, size: int) -> None:
+def test_the_loss_is_least_at_the_target(seed: int, size: int) -> None:
     """It is 0 where the draft has the target's distribution, and nowhere negative."""
     rng = np.random.default_rng(seed)
     logits = torch.from_numpy(rng.normal(0, 2, (1, size)).astype(np.float32))
     logprobs, ids = logits.log_softmax(-1).sort(descending=True)
-    known = max(1, size - 2)
-    tails = logprobs[:, known:].exp().sum(-1)
-    target = reachable(ids[:, :known], logprobs[:, :known], tails, ids[:, 0], torch.arange(size))
-    assert abs(distillation_loss(logits, target).divergence.item()) < 1e-4
+    target = reachable(ids, logprobs, torch.zeros(1), torch.arange(size))
+    assert abs(acceptance_loss(logits, target).item()) < 1e-4
     other = torch.from_numpy(rng.normal(0, 2, (1, size)).astype(np.float32))
-    assert distillation_loss(other, target).divergence.item() > -1e-5
+    assert acceptance_loss(other, target).item() > -1e-5
 
 
 @given(st.integers(0, 2**31), st.sampled_from([0.7, 1.0]))
@@ -305,6 +301,6 @@ def test_overlap_is_exact_where_all_tokens_are_known_and_otherwise_lower(seed: i
     logprobs, ids = p.log_softmax(-1).sort(descending=True)
     for known in (20, 8):
         tails = logprobs[:, known:].exp().sum(-1)
-        target = reachable(ids[:, :known], logprobs[:, :known], tails, ids[:, 0], torch.arange(20))
+        target = reachable(ids[:, :known], logprobs[:, :known], tails, torch.arange(20))
         found = overlap(q, target, logprobs[:, :known], tails, temperature).item()
         assert found == pytest.approx(exact, abs=1e-6) if known == 20 else found <= exact + 1e-6

@@ -65,4 +65,4 @@ def written(number: int, question: int, length: int = 20, vocab_size: int = 320)
     kinds[: length // 4], kinds[length // 4 : length // 2] = 0, QUESTION
     tails = (1 - np.exp(logprobs.astype(np.float64)).sum(-1)).clip(0, 1).astype(np.float16)
     tokens = rng.integers(3, vocab_size, length).astype(np.uint32)
-    return WrittenText(number, question, tokens, kinds, ids, logprobs, tails)
+    return WrittenText(number, question, tokens, kinds, ids, logprobs, tails, np.zeros((length, 0), np.float16))
