@@ -92,6 +92,7 @@ def batches_of(tokens: list[int]) -> list[Batch]:
         ids=np.zeros((size, 1), np.uint32),
         logprobs=np.zeros((size, 1), np.float16),
         tails=np.zeros(size, np.float16),
+        states=np.zeros((size, 0), np.float16),
     )
     return list(pack([text], 1, CONTEXT, fill=True))
 

@@ -71,8 +71,8 @@ def card(origin: Origin, config: LlamaConfig, trimmed: int | None, figures: Mapp
     if config.reads is not None:
         own, after = size - config.vocab_size * config.hidden_size / 1e6, ", ".join(map(str, config.reads.taps))
         sizes = (
-            f"An EAGLE-3 head of {own:.1f}M parameters, which shares its target's embedding and reads the target's rows "
-            f"after {after} layers"
+            f"An EAGLE-3 head of {own:.1f}M parameters, which shares its target's embedding and reads the target's "
+            f"rows after {after} layers"
         )
     rows = [f"| temperature {at} | {value:.3f} |" for at, value in estimates(figures).items()]
     written = (

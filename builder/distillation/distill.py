@@ -39,7 +39,7 @@ from .draft import FIGURES, Report, Start, check_beginning, read_start, write_dr
 from .head import STEPS, HeadNetwork, head_config, initialise_head, taps_of
 from .loss import Acceptance, estimate
 from .network import DraftNetwork, draft_config, initialise
-from .options import VOCABULARY, WORTH_MINUTES, DistillOptions
+from .options import BATCH, RATE, VOCABULARY, WORTH_MINUTES, DistillOptions
 from .state import (
     ANSWER,
     ANSWER_TEMPERATURES,
@@ -86,7 +86,7 @@ def distill(options: DistillOptions, begin: Begin, watch: Watch = Watch()) -> Di
     refuse_draft(target)
     start = read_start(options.start, target) if options.start is not None else None
     taps = taps_of(options, target.config)
-    target, options = target.tapped(taps), options.completed("states" if taps else "text")
+    target = target.tapped(taps)
     sized = head_config if taps else draft_config
     config = sized(options, target.config) if start is None else start.config  # refused before text is written
     if options.output.exists() and not replaceable(options.output, FIGURES):
@@ -182,10 +182,12 @@ def train(
         initialise(network, target, options.seed)
     else:
         start.load(network)
-    trainer = Trainer(network, options.learning_rate, device, is_half_fast(device))
+    kind = "states" if config.reads else "text"
+    sequences, rate = options.batch or BATCH[kind], options.learning_rate or RATE[kind]
+    trainer = Trainer(network, rate, device, is_half_fast(device))
     if file.is_file():
         trainer.load(file)
-    batches = training_batches(store, options.batch, options.context, options.seed + trainer.progress.steps)
+    batches = training_batches(store, sequences, options.context, options.seed + trainer.progress.steps)
     schedule = Schedule(options.training_seconds, watch.clock, watch.measured, watch.step)
     origin = origin_of(target.path, options.target)
     coverage = float(counts[kept].sum() / max(counts.sum(), 1e-30))
@@ -207,7 +209,7 @@ def train(
     if not trainer.progress.steps:
         raise ConfigError(
             f"{options.folder / 'texts'} has {store.num_tokens()} tokens of text, too few for one step of "
-            f"{options.batch} x {options.context} tokens beside the held-out ones: give more --minutes, or lower "
+            f"{sequences} x {options.context} tokens beside the held-out ones: give more --minutes, or lower "
             "--batch or --context"
         )
     if not (options.output / FIGURES).is_file():

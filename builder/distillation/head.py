@@ -124,7 +124,7 @@ def initialise_head(network: HeadNetwork, target: Checkpoint, batches: Sequence[
             llama.get_parameter(name).zero_()
         query, key = (llama.get_parameter(name) for name in layer.qkv.weights[:2])
         key.normal_(std=SELF * size**-0.5, generator=generator)[:, size:] = 0
-        grouped = key.unflatten(0, (heads, -1)).repeat_interleave(config.num_heads // heads, 0)
+        grouped = key.view(heads, config.head_dim, -1).repeat_interleave(config.num_heads // heads, 0)
         query.copy_(grouped.flatten(0, 1))
         for name, source in ((EMBEDDING_WEIGHT, EMBEDDING_WEIGHT), (HEAD_WEIGHT, output)):
             rows = torch.from_numpy(target.tensor(source).astype(np.float32))

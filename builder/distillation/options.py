@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from ...models.errors import ConfigError
@@ -89,10 +89,6 @@ class DistillOptions:
     def is_plain(self) -> bool:
         """Whether an option that is for plain drafts alone is given."""
         return any(getattr(self, name) for name in PLAIN)
-
-    def completed(self, kind: str) -> DistillOptions:
-        """With the defaults of a kind."""
-        return replace(self, kind=kind, batch=self.batch or BATCH[kind], learning_rate=self.learning_rate or RATE[kind])
 
     @property
     def text_seconds(self) -> float:

@@ -206,11 +206,12 @@ def read_texts(file: Path, vocab_size: int, columns: int, state_size: int) -> It
         raise ConfigError(
             f"{file} holds no texts of this target ({error}): remove it, or choose another --state"
         ) from error
+    every = *(arrays[name] for name in NAMES[3:]), states
     begin = 0
     for number, question, end in zip(
         arrays["numbers"].tolist(), arrays["questions"].tolist(), arrays["ends"].tolist(), strict=True
     ):
-        yield WrittenText(number, question, *(arrays[name][begin:end] for name in NAMES[3:]), states[begin:end])
+        yield WrittenText(number, question, *(each[begin:end] for each in every))
         begin = end
 
 

@@ -108,7 +108,7 @@ class Trainer:
             highest = MATRIX_RATE * self._rate if isinstance(optimizer, torch.optim.Muon) else self._rate
             for group in optimizer.param_groups:
                 group["lr"] = highest * rate
-            optimizer.step()  # type: ignore[no-untyped-call]
+            optimizer.step()
         return loss
 
     def _backward(self, batch: Batch) -> float:
