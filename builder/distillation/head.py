@@ -43,7 +43,8 @@ def taps_of(options: DistillOptions, target: LlamaConfig) -> tuple[int, ...]:
 
 def head_config(options: DistillOptions, target: LlamaConfig) -> LlamaConfig:
     """The configuration of a head for a target with taps. Raises ConfigError for sizes that do not go together."""
-    kv_heads = options.kv_heads or target.num_heads
+    divisors = [count for count in range(1, target.num_heads // 3 + 1) if target.num_heads % count == 0]
+    kv_heads = options.kv_heads or max(target.num_kv_heads, *divisors, 1)
     if target.num_heads % kv_heads:
         raise ConfigError(f"kv_heads ({kv_heads}) must divide the target's {target.num_heads} heads")
     return replace(
