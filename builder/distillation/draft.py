@@ -78,7 +78,9 @@ def write_draft(
         fields["max_position_embeddings"] = config.draft_context or config.max_position
     elif config.draft_context is not None:
         fields["draft_context"] = config.draft_context
-    if states is None:
+    if config.reads is not None and len(kept) == config.vocab_size:
+        pass  # such a head has no offsets
+    elif states is None:
         tensors["d2t"] = torch.from_numpy(offsets(kept.numpy()))
         fields["draft_vocab_size"] = len(kept)
     elif len(kept) < config.vocab_size:

@@ -47,7 +47,9 @@ class DistillOptions:
     layers: int | None = setting(None, "of a plain draft", f"{LAYERS}")
     hidden: int | None = setting(None, "hidden size of a plain draft", "about 0.45 of the target's")
     heads: int | None = setting(None, "attention heads of a plain draft", "hidden size / head size")
-    kv_heads: int | None = setting(None, "heads of keys and values", "half of the heads; with states a third of the target's")
+    kv_heads: int | None = setting(
+        None, "heads of keys and values", "half of the heads; with states a third of the target's"
+    )
     head_dim: int | None = setting(None, "size of an attention head of a plain draft", "64")
     intermediate: int | None = setting(None, "feed-forward size", "three times the hidden size; with states twice")
     # None: those of `start`, or VOCABULARY.

@@ -16,6 +16,8 @@ from torch import Tensor
 from draftwood.builder.checkpoints.checkpoint import Checkpoint
 from draftwood.builder.distillation import distill as distill_module
 from draftwood.builder.distillation.batches import Batch, pack
+from draftwood.builder.distillation.card import Origin
+from draftwood.builder.distillation.draft import Report, write_draft
 from draftwood.builder.distillation.head import STEPS, HeadNetwork, head_config, initialise_head, taps_of
 from draftwood.builder.distillation.options import DistillOptions
 from draftwood.builder.distillation.state import TextStore, WrittenText, states_beside
@@ -68,6 +70,7 @@ def test_a_new_head_repeats_its_target(head: Path, target: Path) -> None:
     assert (best == batches[0].ids[before][:, 0])[batches[0].scored[before]].double().mean() > 0.9
 
 
+@torch.no_grad()
 def test_steps_in_a_row_are_those_of_the_model(head: Path, target: Path) -> None:
     """A chain from the last place of a text, pass by pass over a cache, with the head's own states after the first."""
     text = texts_of(head, target)[0]
@@ -107,7 +110,7 @@ def test_texts_of_a_sequence_do_not_see_each_other(head: Path, target: Path) -> 
     assert not any(map(torch.equal, last, [each.hidden[-1] for each in network.drafted(changed)]))
 
 
-def test_a_head_is_written_in_its_authors_form(head: Path, target: Path) -> None:
+def test_a_head_is_written_in_its_authors_form(head: Path, target: Path, tmp_path: Path) -> None:
     config, figures = (json.loads((head / name).read_text()) for name in ("config.json", "distillation.json"))
     assert config["architectures"] == ["LlamaForCausalLMEagle3"] and config["eagle_aux_hidden_state_layer_ids"] == [
         1,
@@ -117,6 +120,10 @@ def test_a_head_is_written_in_its_authors_form(head: Path, target: Path) -> None
     read = Checkpoint(head, target=Checkpoint(target))
     assert read.config.reads is not None and read.config.draft_context == 32 and read.kept_tokens is not None
     assert "EAGLE-3 head" in (head / "README.md").read_text() and not (head / "tokenizer.json").exists()
+    whole = network_of(target, list(pack(texts_of(head, target)[:8], 2, 32)), kept=320)
+    checkpoint, report = Checkpoint(target).tapped(TAPS), Report(figures, "<svg/>")
+    write_draft(tmp_path / "whole", whole, checkpoint, Origin("x", None, None), report)
+    assert Checkpoint(tmp_path / "whole", target=Checkpoint(target)).kept_tokens is None
 
 
 def test_training_goes_on_and_lost_states_are_named(head: Path, target: Path, tmp_path: Path) -> None:
