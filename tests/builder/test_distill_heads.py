@@ -77,7 +77,8 @@ def test_steps_in_a_row_are_those_of_the_model(head: Path, target: Path) -> None
     (batch,) = pack([text], 1, len(text.tokens) - 1)
     network = network_of(target, [batch], spread=0.2)
     drafted, model, place = list(network.drafted(batch)), network.llama, len(text.tokens) - 2 - STEPS
-    cache, size = torch.zeros(2, 1, 4, 64, 8), network.llama.config.hidden_size
+    config = network.llama.config
+    cache, size = torch.zeros(2, 1, config.num_kv_heads, 64, config.head_dim), config.hidden_size
     tokens, states = batch.written[:, : place + 1], batch.states[:, : place + 1].float()
     given = torch.nn.functional.pad(states, (0, size))
     for step, each in enumerate(drafted):
