@@ -13,7 +13,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -112,9 +111,9 @@ def estimate(network: DraftNetwork, batches: Sequence[Batch]) -> Acceptance:
                     own = (network.kept[logits[rows].argmax(-1)] == ids[rows][:, 0]).double()
                 sums[step, index] += own.sum().cpu()
                 counts[step, index] += len(own)
-    first, *later = (sums / counts).tolist()
-    means = tuple(mean if count else None for mean, count in zip(first, counts[0], strict=True))
-    return Acceptance(means, tuple(np.nanmean(later, -1).tolist()) if later else (), loss / max(1, places), places)
+    means = tuple(mean if count else None for mean, count in zip((sums / counts)[0].tolist(), counts[0], strict=True))
+    later = (sums[1:].sum(-1) / counts[1:].sum(-1).clamp_min(1)).tolist()
+    return Acceptance(means, tuple(later), loss / max(1, places), places)
 
 
 def overlap(logits: Tensor, target: Reachable, logprobs: Tensor, tails: Tensor, temperature: float) -> Tensor:

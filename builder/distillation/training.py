@@ -129,8 +129,9 @@ class Trainer:
                 loss.backward()  # type: ignore[no-untyped-call]
                 total += loss.detach()
         ends = [(each.hidden, own.grad) for each, own in zip(steps, hidden, strict=True)] + [(projection, rows.grad)]
-        ends = [(tensor, grad) for tensor, grad in ends if grad is not None]
-        torch.autograd.backward([tensor for tensor, _ in ends], [grad for _, grad in ends])
+        if learned := [(tensor, grad) for tensor, grad in ends if grad is not None]:
+            tensors, grads = zip(*learned, strict=True)
+            torch.autograd.backward(tensors, grads)
         return float(total)
 
     def run(

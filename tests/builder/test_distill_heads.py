@@ -19,8 +19,10 @@ from draftwood.builder.distillation.batches import Batch, pack
 from draftwood.builder.distillation.card import Origin
 from draftwood.builder.distillation.draft import Report, write_draft
 from draftwood.builder.distillation.head import STEPS, HeadNetwork, head_config, initialise_head, taps_of
+from draftwood.builder.distillation.loss import estimate
 from draftwood.builder.distillation.options import DistillOptions
-from draftwood.builder.distillation.state import TextStore, WrittenText, states_beside
+from draftwood.builder.distillation.state import GIVEN, QUESTION, TextStore, WrittenText, states_beside
+from draftwood.builder.distillation.training import Trainer
 from draftwood.models.errors import ConfigError
 from draftwood.models.families import Variant
 from draftwood.models.llama import GrowingCache, Llama
@@ -109,6 +111,16 @@ def test_texts_of_a_sequence_do_not_see_each_other(head: Path, target: Path) -> 
         assert torch.equal(whole, other) and len(whole)
     last = [each.hidden[-1] for each in network.drafted(batch)]
     assert not any(map(torch.equal, last, [each.hidden[-1] for each in network.drafted(changed)]))
+
+
+def test_a_batch_in_which_a_head_drafts_nothing_changes_nothing(head: Path, target: Path) -> None:
+    text = texts_of(head, target)[0]
+    short = text._replace(kinds=np.where(np.arange(len(text.kinds)) == 1, QUESTION, GIVEN).astype(np.uint8))
+    (batch,) = pack([short], 1, len(text.tokens) - 1)
+    trainer = Trainer(network_of(target, [batch]), 0.01, torch.device("cpu"), False)
+    before = {name: parameter.clone() for name, parameter in trainer.network.learning().items()}
+    assert trainer.step(batch, 1.0) == 0 and estimate(trainer.network, [batch]).places == 0
+    assert all(torch.equal(before[name], parameter) for name, parameter in trainer.network.learning().items())
 
 
 def test_a_head_is_written_in_its_authors_form(head: Path, target: Path, tmp_path: Path) -> None:
