@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from adapters import write_adapter
 from checkpoints import write_checkpoint, write_tokenizer
 from gguf import GGMLQuantizationType as Kind
 from gguf_files import write_gguf
@@ -59,6 +60,9 @@ def test_each_matrix_of_a_mixed_file_is_kept_in_integers_of_its_own(tmp_path: Pa
             exact, rounded = checkpoint.tensor(weight), name == "layers.0.qkv" and "v_proj" not in weight
             near = 64 if rounded else name == "layers.0.qkv"  # values' scales are rounded to fp16
             assert np.abs(view.tensor(weight) - exact).max() <= near * 2**-11 * np.abs(exact).max()
+    write_adapter(tmp_path / "lora", folder, ("down_proj",))
+    adapted = kept_format(Checkpoint(file, tmp_path / "lora"), BACKENDS["native"], "int4")
+    assert adapted is not None and others_of(QuantizedCheckpoint(checkpoint, adapted))["layers.0.down"] == "int6"
 
 
 def unpacked(weights: dict[str, Any], name: str, precision: str) -> Any:

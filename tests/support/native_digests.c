@@ -16,7 +16,8 @@ static void tell(const char *what, int detail) {
 static void digest_products(enum format format) {
     for (int rows = 1; rows <= 33; rows += rows < 9 ? 1 : 8)
         for (int outputs = 15; outputs <= 81; outputs += 22) {
-            const int blocks = outputs / 15, inputs = format < INT8 ? 40 + outputs : format > INT4 ? 256 * blocks : 96 * blocks;
+            const int block = has_superblocks(format) ? SUPERBLOCK : 96;
+            const int inputs = format < INT8 ? 40 + outputs : outputs / 15 * block;
             struct matrix matrix = matrix_of(outputs, inputs, format, rows % 2);
             float *values = numbers((size_t)rows * inputs), *result = malloc((size_t)rows * outputs * sizeof(float));
             for (int at = 0; at < inputs; at += 7) values[at] *= 30;

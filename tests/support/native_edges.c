@@ -296,8 +296,10 @@ int main(void) {
             for (int at = 0; at < COUNT(TEMPERATURES); at++) check_sampling(SIZES[size], kind, TEMPERATURES[at]);
     for (int format = FP32; format <= INT4_K; format++)
         for (int size = 0; size < 8; size++)
-            for (int rows = 1; rows <= 33; rows += rows < 9 ? 1 : 8)
-                check_linear(SIZES[size], format < INT8 ? 1 + 9 * size : (format > INT4 ? 256 : 32) * (size + 1), rows, format);
+            for (int rows = 1; rows <= 33; rows += rows < 9 ? 1 : 8) {
+                const int block = has_superblocks(format) ? SUPERBLOCK : CODE_BLOCK;
+                check_linear(SIZES[size], format < INT8 ? 1 + 9 * size : block * (size + 1), rows, format);
+            }
     const float sizes[] = {0, 1e-40f, 1e-6f, 1e-5f, 1, 60000, 1e30f};
     for (int size = 0; size < 8; size++)
         for (int blocks = 1; blocks <= 3; blocks++)

@@ -8,11 +8,6 @@ INLINE float half_at(const uint16_t *from, int lane) {
     return part[lane % WIDTH];
 }
 
-/* A group's scale or offset of that lane: times its factor, where there are superblocks. */
-INLINE float number_at(const uint8_t *from, const uint8_t *factors, int lane, int super) {
-    return super ? (int8_t)from[lane] * half_at((const uint16_t *)factors, lane) : half_at((const uint16_t *)from, lane);
-}
-
 INLINE float from_bf16(uint16_t half) {
     const uint32_t bits = (uint32_t)half << 16;
     float value;
@@ -36,14 +31,15 @@ static void look_up(const struct matrix *matrix, int64_t row, int size, float fa
     const size_t panel = (size_t)(row / LANES);
     const void *weights = (const char *)matrix->weights + panel * panel_bytes(matrix);
     const uint16_t *halves = weights;
-    const uint8_t *scales = (const uint8_t *)matrix->scales + panel * scales_of_panel(matrix->inputs, bits, super);
+    const uint8_t *scales = (const uint8_t *)matrix->scales + panel * scale_bytes(matrix->inputs, bits, super);
     float scale = 0, offset = 0; /* a product with a code is exact: to fuse it with the sum changes no bit */
     for (int k = 0; k < size; k++) {
         if (matrix->format >= INT8 && k % group == 0) {
             const uint8_t *from = scales + place_of_group(k, bits, super);
-            const uint8_t *factors = scales + place_of_group(k / SUPERBLOCK * SUPERBLOCK, bits, super) - factor_bytes(bits, super);
-            scale = number_at(from, factors, lane, super);
-            if (offsets) offset = number_at(from + group_bytes(bits, super) / 2, factors + factor_bytes(bits, super) / 2, lane, super);
+            const uint16_t *factors = (const uint16_t *)(scales + scale_bytes(k - k % SUPERBLOCK, bits, super));
+            scale = super ? (int8_t)from[lane] * half_at(factors, lane) : half_at((const uint16_t *)from, lane);
+            from += group_bytes(bits, super) / 2, factors += LANES;
+            if (offsets) offset = super ? (int8_t)from[lane] * half_at(factors, lane) : half_at((const uint16_t *)from, lane);
         }
         const float value = matrix->format == FP32   ? ((const float *)weights)[k * LANES + lane]
                             : matrix->format == FP16 ? half_at(halves + k * LANES, lane)

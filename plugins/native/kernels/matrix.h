@@ -17,9 +17,8 @@
 #endif
 
 /* [outputs, inputs]. Floats: panels [inputs][16], of bf16 [inputs / 2][16][2]. Integers: unsigned codes in panels of
- * [inputs * bits / 32][16][4] bytes (see plugins/native/packing.py), and numbers in fp16 for each group of inputs. Of 8 and
- * 6 bits, scales, [panels][inputs / group][16]: a weight is (code - zero) * scale. Of 5 and 4 bits, scales and then offsets,
- * [panels][inputs / group][2][16]: a weight is code * scale + offset. */
+ * [inputs * bits / 32][16][4] bytes (see plugins/native/packing.py), and numbers for each group of inputs (see scales.h). Of
+ * 8 and 6 bits a weight is (code - zero) * scale, of 5 and 4 bits code * scale + offset. */
 struct matrix {
     const void *weights, *scales;
     const float *bias; /* [16 * panels] or null */
@@ -123,12 +122,13 @@ INLINE void group_products(const int R, const int P, const int8_t *const *values
 INLINE void integer_tile(const int R, const int P, const struct rows *x, int row, const struct matrix *matrix,
                          int panel, struct ahead ahead, const int bits, const int super, f32 *sums) {
     const int V = P * PARTS, group = group_of(bits), groups = matrix->inputs / group, offsets = has_offsets(bits);
-    const int row_blocks = x->stride / CODE_BLOCK, row_groups = x->stride / group, size = super ? 1 : 2;
-    const size_t bytes = (size_t)matrix->inputs * LANES * bits / 8, apart = scales_of_panel(matrix->inputs, bits, super);
+    const int row_blocks = x->stride / CODE_BLOCK, row_groups = x->stride / group;
+    const int size = super ? 1 : 2, span = super ? SUPERBLOCK : group; /* of a number; inputs whose numbers lie together */
+    const size_t bytes = (size_t)matrix->inputs * LANES * bits / 8, apart = scale_bytes(matrix->inputs, bits, super);
     const uint8_t *codes = (const uint8_t *)matrix->weights + panel * bytes;
     const uint8_t *scales = (const uint8_t *)matrix->scales + panel * apart;
     const int8_t *values[MOST_ROWS];
-    f32 sum[MOST_ROWS][VECTORS], factor[VECTORS][2];
+    f32 sum[MOST_ROWS][VECTORS], factor[VECTORS][2] = {{{0}}}; /* of scales and offsets */
     UNROLL(8) for (int r = 0; r < R; r++) {
         values[r] = x->codes + (size_t)(row + r) * x->stride;
         UNROLL(8) for (int v = 0; v < V; v++) sum[r][v] = (f32){0};
@@ -139,21 +139,23 @@ INLINE void integer_tile(const int R, const int P, const struct rows *x, int row
             UNROLL(8) for (int v = 0; v < V; v++)
                 whole[r][v] = (i32){0} + (offsets ? 0 : x->starts[(row + r) * row_groups + g]);
         group_products(R, P, values, codes, bytes, g * group, ahead, bits, whole);
+        const uint8_t *numbers = scales + place_of_group(g * group, bits, super);
+        if (g * group % span == 0) {
+            const uint8_t *from = numbers - factor_bytes(bits, super);
+            UNROLL(2) for (int p = 0; p < P; p++) /* of the next panels */
+                UNROLL(8) for (int line = 0; line < scale_bytes(span, bits, super); line += 64)
+                    __builtin_prefetch(from + (P + p) * apart + line, 0, FETCHED);
+            UNROLL(8) for (int v = 0; v < V && super; v++) {
+                const uint16_t *halves = (const uint16_t *)(from + v / PARTS * apart) + v % PARTS * WIDTH;
+                factor[v][0] = from_fp16(halves);
+                if (offsets) factor[v][1] = from_fp16(halves + LANES);
+            }
+        }
         f32 scale[VECTORS], offset[VECTORS];
         UNROLL(8) for (int v = 0; v < V; v++) {
-            const uint8_t *from = scales + v / PARTS * apart + place_of_group(g * group, bits, super);
-            if (v % PARTS == 0) __builtin_prefetch(from + P * apart, 0, 3); /* of the next panels */
-            if (super && g * group % SUPERBLOCK == 0) {
-                const uint16_t *factors = (const uint16_t *)(from - factor_bytes(bits, super)) + v % PARTS * WIDTH;
-                if (v % PARTS == 0) __builtin_prefetch((const char *)factors + P * apart, 0, 3);
-                factor[v][0] = from_fp16(factors);
-                if (offsets) factor[v][1] = from_fp16(factors + LANES);
-            }
-            from += v % PARTS * WIDTH * size;
-            scale[v] = super ? from_bytes((const int8_t *)from) * factor[v][0] : from_fp16((const uint16_t *)from);
-            from += LANES * size;
-            if (offsets)
-                offset[v] = super ? from_bytes((const int8_t *)from) * factor[v][1] : from_fp16((const uint16_t *)from);
+            const uint8_t *from = numbers + v / PARTS * apart + v % PARTS * WIDTH * size;
+            scale[v] = scales_at(from, factor[v][0], super);
+            if (offsets) offset[v] = scales_at(from + LANES * size, factor[v][1], super);
         }
         UNROLL(8) for (int r = 0; r < R; r++) {
             const size_t at = (row + r) * row_blocks + g * group / CODE_BLOCK;

@@ -1,7 +1,7 @@
-/* The numbers of a matrix of codes: a scale of each group of inputs and, of 5 and 4 bits, an offset. Of sixteen outputs
- * side by side they lie in fp16. Where a matrix has superblocks, they are products: of an integer of 8 bits and of a
- * number in fp16 for 256 inputs, which is exact in fp32. Such a superblock has those numbers, of scales and of offsets,
- * and then the integers of its groups. */
+/* The numbers of a matrix of codes: of each group of inputs a scale and, of 5 and 4 bits, an offset, in fp16:
+ * [panels][inputs / group][1 or 2][16]. Where there are superblocks, each is a product, exact in fp32, of a signed integer
+ * of 8 bits and of a factor for 256 inputs in fp16. Of a superblock of a panel, [1 or 2][16] factors are followed by the
+ * integers, [256 / group][1 or 2][16]. */
 #pragma once
 #include "vector.h"
 
@@ -26,7 +26,12 @@ INLINE size_t place_of_group(int input, int bits, int super) {
     return factors + (size_t)(input / group_of(bits)) * group_bytes(bits, super);
 }
 
-/* Bytes of a panel's numbers. */
-INLINE size_t scales_of_panel(int inputs, int bits, int super) {
+/* Bytes of so many inputs' numbers: of a panel, or of whole superblocks. */
+INLINE size_t scale_bytes(int inputs, int bits, int super) {
     return place_of_group(inputs, bits, super) - factor_bytes(bits, super);
+}
+
+/* Of a vector of outputs, a group's scales or offsets. */
+INLINE f32 scales_at(const uint8_t *from, f32 factor, const int super) {
+    return super ? from_bytes((const int8_t *)from) * factor : from_fp16((const uint16_t *)from);
 }

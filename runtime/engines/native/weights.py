@@ -97,11 +97,8 @@ def expected_tensors(
         if own in BITS:
             yield f"{name}.weights", Stored(STORED[own], (count, inputs * BITS[own] // 32, PANEL, 4))
             blocks, pair = blocks_of(own, name, inputs), (2,) if own in OFFSETS else ()
-            if own in SUPERBLOCKS:
-                each = superblock_bytes(BITS[own], own in OFFSETS)
-                yield f"{name}.scales", Stored("U8", (count, blocks, each))
-            else:
-                yield f"{name}.scales", Stored("U16", (count, blocks, *pair, PANEL))
+            plain, each = Stored("U16", (count, blocks, *pair, PANEL)), superblock_bytes(BITS[own], bool(pair))
+            yield f"{name}.scales", Stored("U8", (count, blocks, each)) if own in SUPERBLOCKS else plain
         elif own == "bf16":
             pairs = -(-inputs // PAIR_BLOCK) * PAIR_BLOCK // 2
             yield f"{name}.weights", Stored(STORED[own], (count, pairs, PANEL, 2))
@@ -136,9 +133,10 @@ def expected_tensors(
 
 def blocks_of(precision: str, name: str, inputs: int) -> int:
     """Number of blocks, or of superblocks, in a row of a matrix. Raises EngineError when its inputs do not divide."""
-    if inputs % (SUPERBLOCK if precision in SUPERBLOCKS else BLOCK):
+    supers = precision in SUPERBLOCKS
+    if inputs % (SUPERBLOCK if supers else BLOCK):
         raise EngineError(f"{name} has {inputs} inputs, which divide into no blocks of {precision}: rebuild the bundle")
-    return inputs // (SUPERBLOCK if precision in SUPERBLOCKS else GROUPS[BITS[precision]])
+    return inputs // (SUPERBLOCK if supers else GROUPS[BITS[precision]])
 
 
 def read_weights(path: Path, spec: EngineSpec, private: bool = False) -> Weights:
