@@ -20,7 +20,7 @@ from draftwood.builder.quantization.kept import kept_format, others_of
 from draftwood.models.bindings import BITS, SUPERBLOCKS
 from draftwood.models.layers import network_of
 from draftwood.plugins.native.packing import GROUPS
-from draftwood.runtime.engines.backends import BACKENDS, stored_matrices
+from draftwood.runtime.engines.backends import BACKENDS, matrix_bytes, stored_matrices
 from draftwood.runtime.engines.native.weights import read_weights
 
 MIXED = {  # as llama.cpp mixes them in a file of the type Q4_K_M
@@ -54,6 +54,7 @@ def test_each_matrix_of_a_mixed_file_is_kept_in_integers_of_its_own(tmp_path: Pa
     for name in (*expected.keys() - {"embedding"}, "layers.0.output"):
         matrix = next(each for each in stored_matrices(network_of(view.config), view.config) if each.name == name)
         found = unpacked(weights, name, spec.matrices.get(name, "int4"))
+        assert matrix_bytes(spec, [matrix]) == weights[f"{name}.weights"].nbytes + weights[f"{name}.scales"].nbytes
         held = np.concatenate([view.tensor(weight) for weight in matrix.weights])
         assert matrix.gated or np.array_equal(found[: len(held)], held)
         for weight in matrix.weights:

@@ -114,7 +114,7 @@ CHANGES: list[tuple[Callable[[Header], object], str]] = [
         lambda h: h["cosine"].update(data_offsets=[at + (1 << 40) for at in h["cosine"]["data_offsets"]]),
         "cut",
     ),
-    (lambda h: h.pop("__metadata__"), "layout None instead of '5'"),
+    (lambda h: h.pop("__metadata__"), "layout None instead of '6'"),
     (lambda h: h.update(__metadata__=[1]), "layout None"),
     (lambda h: h["__metadata__"].update(draftwood_layout="9"), "layout '9'"),
 ]
