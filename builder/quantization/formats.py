@@ -110,7 +110,7 @@ class WeightFormat:
         """What a checkpoint rounded before, in this format with so many inputs in a block; None where the format has
         other blocks, or no room for the offsets."""
         zero = 0 if self.offset or blocks.bits == 8 else 1 << blocks.bits - 1
-        if not self.offset and not np.array_equal(blocks.offsets, -zero * blocks.scales):
+        if not (self.offset or np.array_equal(blocks.offsets, -zero * blocks.scales)):
             return None
         bits, codes, scales, offsets, factors = blocks if self.superblocks else blocks.in_fp16()
         more, rest = divmod(codes.shape[1], scales.shape[1] * block)  # codes of 4 bits are codes of 8 bits, too
@@ -269,9 +269,8 @@ class QuantizedCheckpoint:
         missing = (0, rows - len(kept.codes)), (0, inputs - kept.codes.shape[1])
         ends = missing[0], (0, missing[1][1] * kept.scales.shape[1] // kept.codes.shape[1])
         offsets = None if kept.offsets is None else np.pad(kept.offsets, ends)
-        factors = (
-            None if kept.factors is None else np.pad(kept.factors, (missing[0], *[(0, 0)] * 2), constant_values=1.0)
-        )
+        blank = missing[0], (0, 0), (0, 0)
+        factors = None if kept.factors is None else np.pad(kept.factors, blank, constant_values=1.0)
         return Quantized(np.pad(kept.codes, missing), np.pad(kept.scales, ends, constant_values=1.0), offsets, factors)
 
     def stored(self, name: str) -> NDArray[np.float32]:
