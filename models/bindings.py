@@ -60,10 +60,13 @@ KINDS = ("key", "value")
 # Dtype of weights, activations and cache, by precision. Logits and all that is computed from them are fp32.
 DTYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
 HALF = ("fp16", "bf16")  # precisions of 16 bits
-BITS = {"int8": 8, "int6": 6, "int5": 5, "int4": 4, "fp8": 8}  # of a code of a low-bit matrix
-LOW_BIT = tuple(BITS)  # precisions of matrices only: `activations` says what rows are computed in
 FP8 = "fp8"  # codes are floating-point numbers (E4M3), which GPUs alone multiply
-INTEGERS = tuple(precision for precision in LOW_BIT if precision != FP8)
+INTEGERS = ("int8", "int6", "int5", "int4")
+LOW_BIT = (*INTEGERS, FP8)  # precisions of matrices only: `activations` says what rows are computed in
+# The same with superblocks: a scale is an integer of 8 bits times a number in fp16 for 256 inputs. Only single matrices
+# are stored so, those of a file of llama.cpp's K types.
+SUPERBLOCKS = {"int6k": "int6", "int5k": "int5", "int4k": "int4"}
+BITS = {"int8": 8, "int6": 6, "int5": 5, "int4": 4, "fp8": 8, "int6k": 6, "int5k": 5, "int4k": 4}  # of a code
 EXPORTED = ("int8", "int4")  # those that a graph can have
 
 

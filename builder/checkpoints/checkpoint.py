@@ -40,6 +40,7 @@ class Checkpoint:
         self._files = files_at(path, target)
         self.config = self._files.config
         self.notes = self._files.notes  # sentences that a build shows to its user
+        self.is_adapted = lora is not None
         self._source: TensorSource = self._files.tensors
         self.kept_tokens: NDArray[np.int64] | None = None  # [N], ascending: those that a trimmed draft predicts
         if lora is not None and self.config.reads is not None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
@@ -28,11 +28,24 @@ class Blocks(NamedTuple):
 
     bits: int  # of a code, 8 or 4 to 6
     codes: NDArray[np.int8]  # [N, K]
-    scales: NDArray[np.float32]  # [N, K / block], numbers that fp16 can hold
+    scales: NDArray[np.float32]  # [N, K / block], numbers that fp16 can hold, unless there are factors
     offsets: NDArray[np.float32]  # the same
+    # [N, K / 256, 1 or 2], numbers that fp16 can hold: of which the scales of a superblock, and the offsets, if it has
+    # any but those of its scales, are multiples by integers of 8 bits
+    factors: NDArray[np.float32] | None = None
 
-    def rows(self, chosen: slice | NDArray[np.int64]) -> Blocks:
-        return Blocks(self.bits, self.codes[chosen], self.scales[chosen], self.offsets[chosen])
+    def in_fp16(self) -> Blocks:
+        """The same without factors: scales and offsets are the nearest numbers that fp16 can hold, or infinity."""
+        if self.factors is None:
+            return self
+        with np.errstate(over="ignore"):
+            scales, offsets = (each.astype(np.float16).astype(np.float32) for each in (self.scales, self.offsets))
+        return self._replace(scales=scales, offsets=offsets, factors=None)
+
+    def each(self, change: Callable[[NDArray[Any]], NDArray[Any]]) -> Blocks:
+        """The same with other rows. change: makes them of the rows of an array."""
+        factors = None if self.factors is None else change(self.factors)
+        return Blocks(self.bits, change(self.codes), change(self.scales), change(self.offsets), factors)
 
 
 class TensorSource(Protocol):

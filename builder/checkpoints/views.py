@@ -66,7 +66,7 @@ class RowsOfTensors:
     def blocks(self, name: str) -> Blocks | None:
         part = self._part(name)
         whole = stored_blocks(self._source, name if part is None else part.tensor)
-        return whole if whole is None or part is None else whole.rows(part.rows)
+        return whole if whole is None or part is None else whole.each(lambda array: array[part.rows])
 
 
 class GemmaTensors:

@@ -28,6 +28,7 @@ from ...plugins.native.packing import (
     joined,
     pair_panels,
     panels,
+    superblock_panels,
 )
 from ...runtime.bundle.digests import FileRecord
 from ...runtime.engines.native.weights import (
@@ -118,11 +119,7 @@ class Packer:
                 waiting[:] = [joined_blocks(parts, join)]
                 return packed(waiting[0].codes, lambda rows: code_panels(rows, bits))
 
-            def scales() -> NDArray[Any]:
-                _, scales, offsets = waiting.pop()
-                return fp16_panels(scales) if offsets is None else fp16_pairs(scales, offsets)
-
-            return contents | {f"{name}.weights": codes, f"{name}.scales": scales}
+            return contents | {f"{name}.weights": codes, f"{name}.scales": lambda: scale_panels(waiting.pop())}
         # 16-bit floats are stored as uint16, because numpy has no bf16.
         if isinstance(checkpoint, RoundedCheckpoint):
             pack = pair_panels if checkpoint.precision == "bf16" else panels
@@ -146,10 +143,19 @@ def packed(rows: NDArray[Any], pack: Callable[[NDArray[Any]], NDArray[Any]]) -> 
     return result
 
 
+def scale_panels(matrix: Quantized) -> NDArray[Any]:
+    """The scales and offsets of codes as kernels/scales.h says."""
+    _, scales, offsets, factors = matrix
+    if factors is not None:
+        return superblock_panels(scales, offsets, factors)
+    return fp16_panels(scales) if offsets is None else fp16_pairs(scales, offsets)
+
+
 def joined_blocks(parts: Sequence[Quantized], join: Join) -> Quantized:
     codes, scales = join([part.codes for part in parts]), join([part.scales for part in parts])
     offsets = [part.offsets for part in parts if part.offsets is not None]
-    return Quantized(codes, scales, join(offsets) if offsets else None)
+    factors = [part.factors for part in parts if part.factors is not None]
+    return Quantized(codes, scales, join(offsets) if offsets else None, join(factors) if factors else None)
 
 
 def in_turn(parts: Sequence[NDArray[Any]]) -> NDArray[Any]:

@@ -47,6 +47,7 @@ class Quantized(NamedTuple):
     codes: NDArray[Any]  # int8 or E4M3 [N, K], within the range of the format
     scales: NDArray[np.float32]  # [N, K / block]
     offsets: NDArray[np.float32] | None = None  # as scales, what is added in each block; None adds nothing
+    factors: NDArray[np.float32] | None = None  # of superblocks, see Blocks; None: scales and offsets are as stored
 
     def dequantized(self) -> NDArray[np.float32]:
         """float32 [N, K]: what DequantizeLinear computes from these codes and scales, bit for bit."""
@@ -69,6 +70,7 @@ class WeightFormat:
     block: int = BLOCKS[0]  # the most inputs that share a scale, one of BLOCKS, or 16
     scale_bytes: int = 4  # 2 for the native kernels' formats, which have fp16 scales
     offset: bool = False  # a block has one, too; the native kernels' formats have them at 5 and 4 bits
+    superblocks: bool = False  # only what a file stores so can be held
     floating: bool = False  # codes are E4M3 numbers instead of integers
     others: Mapping[str, WeightFormat] = field(default_factory=dict)  # of matrices with another one, by their tensors
     embedding: bool = False  # whether the embedding is rounded, too, as the projection is
@@ -78,7 +80,7 @@ class WeightFormat:
 
     @property
     def precision(self) -> str:
-        return bindings.FP8 if self.floating else f"int{self.bits}"
+        return bindings.FP8 if self.floating else f"int{self.bits}{'k' * self.superblocks}"
 
     def block_of(self, name: str, inputs: int) -> int:
         """How many of a matrix's inputs share a scale. Raises ConfigError when no block divides them."""
@@ -107,16 +109,18 @@ class WeightFormat:
     def keep(self, blocks: Blocks, block: int) -> Quantized | None:
         """What a checkpoint rounded before, in this format with so many inputs in a block; None where the format has
         other blocks, or no room for the offsets."""
-        bits, codes, scales, offsets = blocks
+        zero = 0 if self.offset or blocks.bits == 8 else 1 << blocks.bits - 1
+        if not (self.offset or np.array_equal(blocks.offsets, -zero * blocks.scales)):
+            return None
+        bits, codes, scales, offsets, factors = blocks if self.superblocks else blocks.in_fp16()
         more, rest = divmod(codes.shape[1], scales.shape[1] * block)  # codes of 4 bits are codes of 8 bits, too
         if self.floating or bits > self.bits or not more or rest or not np.isfinite(scales).all():
             return None
         scales, offsets = scales.repeat(more, 1), offsets.repeat(more, 1)
-        if self.offset:
-            exact = np.array_equal(offsets, offsets.astype(np.float16)) and codes.min(initial=0) >= 0
-            return Quantized(codes, scales, offsets) if exact else None
-        zero = 0 if bits == 8 else 1 << bits - 1
-        return Quantized(codes - np.int8(zero), scales) if np.array_equal(offsets, -zero * scales) else None
+        if not self.offset:
+            return Quantized(codes - np.int8(zero), scales, None, factors)
+        exact = self.superblocks or np.array_equal(offsets, offsets.astype(np.float16))
+        return Quantized(codes, scales, offsets, factors) if exact and codes.min(initial=0) >= 0 else None
 
     def quantize(self, name: str, matrix: NDArray[Any]) -> Quantized:
         """Round a matrix of floats [N, K] to codes. Each block takes the scale, and the offset where the format has
@@ -197,6 +201,7 @@ def format_of(backend: Backend, precision: str) -> WeightFormat:
         backend.blocks[precision],
         backend.scale_bytes,
         precision in backend.offsets,
+        precision in bindings.SUPERBLOCKS,
         floating=precision == bindings.FP8,
         others=others,
         embedding=backend.rounds_embedding,
@@ -264,7 +269,9 @@ class QuantizedCheckpoint:
         missing = (0, rows - len(kept.codes)), (0, inputs - kept.codes.shape[1])
         ends = missing[0], (0, missing[1][1] * kept.scales.shape[1] // kept.codes.shape[1])
         offsets = None if kept.offsets is None else np.pad(kept.offsets, ends)
-        return Quantized(np.pad(kept.codes, missing), np.pad(kept.scales, ends, constant_values=1.0), offsets)
+        blank = missing[0], (0, 0), (0, 0)
+        factors = None if kept.factors is None else np.pad(kept.factors, blank, constant_values=1.0)
+        return Quantized(np.pad(kept.codes, missing), np.pad(kept.scales, ends, constant_values=1.0), offsets, factors)
 
     def stored(self, name: str) -> NDArray[np.float32]:
         """A tensor before rounding, in the shape it has here."""

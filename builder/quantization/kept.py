@@ -5,23 +5,26 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from ...models.bindings import BITS, INTEGERS
+from ...models.bindings import BITS, INTEGERS, SUPERBLOCKS
 from ...models.layers import EMBEDDING_WEIGHT, HEAD_WEIGHT, network_of
 from ...runtime.engines.backends import Backend, stored_matrices
 from ..checkpoints.checkpoint import Checkpoint
 from .formats import FORMATS, QuantizedCheckpoint, WeightFormat, Weights, stored_name
 
 HOLDS = {  # by llama.cpp's types; int5 holds what int4 does, and int8 what has no offsets and blocks of 32
-    **dict.fromkeys(("Q4_0", "Q4_1", "Q4_K"), "int4"),
-    **dict.fromkeys(("Q5_0", "Q5_1", "Q5_K"), "int5"),
-    "Q6_K": "int6",
+    **dict.fromkeys(("Q4_0", "Q4_1"), "int4"),
+    **dict.fromkeys(("Q5_0", "Q5_1"), "int5"),
+    "Q4_K": "int4k",
+    "Q5_K": "int5k",
+    "Q6_K": "int6k",
     "Q8_0": "int8",
 }
 
 
 def kept_format(checkpoint: Checkpoint, backend: Backend, precision: str) -> WeightFormat | None:
     """The format of a precision, with the one that holds a matrix's blocks for each matrix that is stored in blocks; of
-    merged matrices the finest. None where the precision has no codes, or a backend one format for all matrices."""
+    merged matrices the finest, with superblocks where it holds all of them. None where the precision has no codes, or a
+    backend one format for all matrices."""
     usual = FORMATS.get((backend.name, precision))
     if usual is None or not backend.heads:
         return None
@@ -32,6 +35,9 @@ def kept_format(checkpoint: Checkpoint, backend: Backend, precision: str) -> Wei
             continue
         held = [HOLDS.get(kind, usual.of(name).precision) for kind, name in zip(types, matrix.weights, strict=True)]
         finest = max(held, key=BITS.__getitem__)
+        kinds = {(each in SUPERBLOCKS, each in backend.offsets) for each in held}
+        if len(kinds) > 1 or checkpoint.is_adapted:  # some are rounded anew, which gives scales in fp16
+            finest = SUPERBLOCKS.get(finest, finest)
         others |= dict.fromkeys(matrix.weights, FORMATS[backend.name, finest])
     if checkpoint.config.tie_embeddings and EMBEDDING_WEIGHT in others:
         others[HEAD_WEIGHT] = others[EMBEDDING_WEIGHT]

@@ -17,8 +17,9 @@ from .packing import GROUPS, PANEL
 from .processor import KernelError, available
 from .residual import Offers, Row, bind_residual
 
-INTERFACE = 17  # what these structures say, as kernels/engine.h has it: one more with every change of either
-FORMATS = ("fp32", "fp16", "bf16", "int8", "int6", "int5", "int4")  # `enum format`, by precision
+INTERFACE = 18  # what these structures say, as kernels/engine.h has it: one more with every change of either
+# `enum format`, by precision
+FORMATS = ("fp32", "fp16", "bf16", "int8", "int6", "int5", "int4", "int6k", "int5k", "int4k")
 NO_MEMORY = 1
 REFUSALS = {  # of draftwood_forward
     NO_MEMORY: "no memory for a pass: run fewer requests at a time",

@@ -5,8 +5,9 @@ matrix registers take them; it is filled up to blocks of 32 inputs with zeros. O
 neighbouring inputs of 16 outputs at once: a panel of 8 bits is [inputs / 4, 16, 4] bytes. Of fewer bits, a group of
 inputs has its low halves two to a byte, [group / 8, 16, 4]: a byte's low half belongs to the first four of eight
 inputs, its high half to the others. One vector [16, 4] with the upper bits of all fours follows, those of the first
-four lowest. A group shares a scale, in fp16. Codes of 8 and 6 bits are stored unsigned, 128 or 32 larger than they are;
-those of 5 and 4 bits are unsigned, and a group's scales of 16 outputs are followed by their offsets.
+four lowest. A group shares a scale, in fp16 or as kernels/scales.h says of superblocks. Codes of 8 and 6 bits are
+stored unsigned, 128 or 32 larger than they are; those of 5 and 4 bits are unsigned, and a group's scales of 16 outputs
+are followed by their offsets.
 """
 
 from __future__ import annotations
@@ -21,10 +22,11 @@ PANEL = 16  # outputs; lanes of a vector in kernels/vector.h
 PAIR_BLOCK = 32  # inputs of bf16 whose products are added apart: kernels/bf16.h
 MIN_HALF = 2.0**-56  # smaller numbers of bf16 count as 0: kernels/bf16.h
 MIN_BITS = int(np.float32(MIN_HALF).view(np.uint32)) >> 16
-LAYOUT = "5"  # of a file of weights, the same for every processor; another one with every change of it
+LAYOUT = "6"  # of a file of weights, the same for every processor; another one with every change of it
 
 
-GROUPS = {8: 32, 6: 16, 5: 32, 4: 32}  # inputs that share a scale, by bits of a code: group_of in kernels/matrix.h
+SUPERBLOCK = 256  # inputs that share the factor of their scales: kernels/scales.h
+GROUPS = {8: 32, 6: 16, 5: 32, 4: 32}  # inputs that share a scale, by bits of a code: group_of in kernels/scales.h
 
 
 def whole_panels(size: int) -> int:
@@ -78,6 +80,28 @@ def fp16_panels(scales: NDArray[np.float32]) -> NDArray[np.uint16]:
 def fp16_pairs(scales: NDArray[np.float32], offsets: NDArray[np.float32]) -> NDArray[np.uint16]:
     """float32 [N, K] each -> the bits of fp16 [panels, K, 2, 16]."""
     return np.stack([fp16_panels(scales), fp16_panels(offsets)], 2)
+
+
+def superblock_bytes(bits: int, offsets: bool) -> int:
+    """Bytes of a superblock's numbers of a panel: factors in fp16, and an integer of 8 bits for each group."""
+    return (1 + offsets) * PANEL * (2 + SUPERBLOCK // GROUPS[bits])
+
+
+def superblock_panels(
+    scales: NDArray[np.float32], offsets: NDArray[np.float32] | None, factors: NDArray[np.float32]
+) -> NDArray[np.uint8]:
+    """float32 [N, K / group] and [N, K / 256, 1 or 2] -> uint8 [panels, K / 256, superblock_bytes]. factors: see
+    Blocks; of zero, all multiples are."""
+    outputs, blocks, kinds = factors.shape
+    numbers = np.stack([scales] if offsets is None else [scales, offsets], -1).reshape(outputs, blocks, -1, kinds)
+    integers = np.divide(numbers, factors[:, :, None], out=np.zeros_like(numbers), where=factors[:, :, None] != 0)
+
+    def laid(array: NDArray[Any]) -> NDArray[np.uint8]:
+        """[N, K / 256, ...] -> [panels, K / 256, bytes]: sixteen outputs side by side."""
+        lanes = np.moveaxis(filled(array).reshape(-1, PANEL, *array.shape[1:]), 1, -1)
+        return np.ascontiguousarray(lanes).view(np.uint8).reshape(len(lanes), blocks, -1)
+
+    return np.concatenate((laid(factors.astype(np.float16)), laid(integers.astype(np.int8))), 2)
 
 
 def alternated(first: NDArray[Any], second: NDArray[Any]) -> NDArray[Any]:

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from pathlib import PurePosixPath
 from typing import TYPE_CHECKING
 
-from ...models.bindings import DTYPES, INTEGERS, LOW_BIT, ROLES, TARGET, output_names
+from ...models.bindings import DTYPES, INTEGERS, LOW_BIT, ROLES, SUPERBLOCKS, TARGET, output_names
 from ...models.config import MIN_DRAFT_CONTEXT, MOST_TAPS, LlamaConfig
 from ...models.errors import BundleError
 from ...models.fields import MAX_NUMBER
@@ -182,7 +182,7 @@ def check_matrices(role: str, spec: EngineSpec) -> None:
     mixes = bool(BACKENDS[spec.backend].heads) and spec.precision in INTEGERS
     require(mixes, f"the {role}'s matrices have precisions of their own, and {spec.backend} has one for all")
     for name, precision in spec.matrices.items():
-        sound = precision in INTEGERS and precision != spec.precision
+        sound = precision in (*INTEGERS, *SUPERBLOCKS) and precision != spec.precision
         require(sound, f"the {role}'s matrix {name!r} has the precision {precision!r} beside {spec.precision}")
     unknown = spec.matrices.keys() - {matrix.name for matrix in stored_matrices(network_of(spec.model), spec.model)}
     require(not unknown, f"the {role} has no matrix {min(unknown, default='')!r}")

@@ -13,7 +13,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
 
-from ...models.bindings import ADDITIVE, BITS, COMPACT, EXPORTED, FP8, HALF, INTEGERS, activations
+from ...models.bindings import ADDITIVE, BITS, COMPACT, EXPORTED, FP8, HALF, INTEGERS, SUPERBLOCKS, activations
 from ...models.config import LlamaConfig
 from ...models.errors import EngineError
 from ...models.layers import EMBEDDING, Matrix, Network, network_of
@@ -21,7 +21,7 @@ from ...models.release import version_of
 from ...plugins.installation import install
 from ...plugins.native.cache import check_available, kernel_identity
 from ...plugins.native.compile import CompilerError
-from ...plugins.native.packing import GROUPS, whole_panels
+from ...plugins.native.packing import GROUPS, SUPERBLOCK, whole_panels
 from ...plugins.native.processor import FUSED, X86, KernelError, available
 from .base import Engine, EngineSpec
 from .comparison import Comparison
@@ -171,7 +171,7 @@ NATIVE = Backend(
     check_file=check_weights,
     check_machine=check_native,
     release=kernel_identity,  # a digest of the kernels' sources, the processor and the compiler
-    blocks={precision: GROUPS[BITS[precision]] for precision in INTEGERS},
+    blocks={precision: GROUPS[BITS[precision]] for precision in (*INTEGERS, *SUPERBLOCKS)},
     scale_bytes=2,
     offsets=native.OFFSETS,
     heads={"int4": "int8"},  # docs/precision.md says why
@@ -246,10 +246,11 @@ def matrix_bytes(spec: EngineSpec, matrices: Iterable[Matrix]) -> float:
         if most is None or (matrix.name == EMBEDDING and not backend.rounds_embedding):
             bits += size * 8 * ITEM_BYTES[spec.precision if most is None else computed]
             continue
-        beside = 8 * (1 + (own in backend.offsets)) * min(backend.scale_bytes, ITEM_BYTES[computed])  # bits of a block
+        kinds, item = 1 + (own in backend.offsets), min(backend.scale_bytes, ITEM_BYTES[computed])
         least = backend.blocks[own]
         block = next((block for block in BLOCKS if block <= least and matrix.inputs % block == 0), least)
-        bits += size * (BITS[own] + beside / block)
+        beside = 1 / block + item / SUPERBLOCK if own in SUPERBLOCKS else item / block  # bytes for each input
+        bits += size * (BITS[own] + 8 * kinds * beside)
     return bits / 8
 
 

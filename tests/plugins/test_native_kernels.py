@@ -5,15 +5,20 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import gguf.quants
 import numpy as np
 import pytest
+from gguf import GGMLQuantizationType as Kind
+from gguf_files import SCALES, random_blocks
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from native_parts import PRECISIONS, Packed, kernels
 from native_reference import linear, linear_halves, rounded, rounded_halves
 from numpy.typing import NDArray
 
-from draftwood.builder.quantization.formats import Quantized
+from draftwood.builder.checkpoints.gguf.file import BLOCK_TYPES
+from draftwood.builder.quantization.formats import FORMATS, Quantized
+from draftwood.builder.quantization.kept import HOLDS
 from draftwood.plugins.native import library as library_module
 from draftwood.plugins.native import processor
 from draftwood.plugins.native.library import Codes, NativeLibrary, address
@@ -50,6 +55,30 @@ def test_products_are_those_of_the_oracle(
     scale = np.abs(x).max(1, keepdims=True) * np.abs(packed.wide).max() + 1
     difference = np.abs(packed.times(x, library) - expected)
     assert (difference <= 1e-5 * np.abs(expected) + 3e-6 * scale).all()
+
+
+@pytest.mark.parametrize("kind", [Kind.Q4_K, Kind.Q5_K, Kind.Q6_K], ids=lambda kind: kind.name)
+@few
+@given(rows=st.integers(1, 9), outputs=st.integers(1, 70), blocks=st.integers(1, 3), seed=st.integers(0, 1 << 30))
+def test_superblocks_are_multiplied_as_the_file_has_them(
+    kind: Kind, rows: int, outputs: int, blocks: int, seed: int, library: NativeLibrary
+) -> None:
+    """The numbers are those to which the gguf package dequantises them, bit for bit."""
+    rng, form = np.random.default_rng(seed), FORMATS["native", HOLDS[kind.name]]
+    content = random_blocks((outputs * blocks, 256), kind, seed)
+    for begin in SCALES[kind]:  # some of them 0
+        factors = np.exp(rng.normal(-7, 2, (len(content), 1))) * (rng.random((len(content), 1)) > 0.1)
+        content[:, begin : begin + 2] = factors.astype(np.float16).view(np.uint8)
+    exact = gguf.quants.dequantize(content, kind).reshape(outputs, -1)
+    stored = form.keep(BLOCK_TYPES[kind](content.reshape(outputs, blocks, -1)), form.block)
+    assert stored is not None and form.bits == int(kind.name[1])
+    packed, x = Packed(exact, form.precision, stored=stored), random_rows(rng, rows, 256 * blocks)
+    np.testing.assert_array_equal(packed.wide, exact)
+    codes, scales = rounded(x, 32)
+    expected = (codes * scales[..., None].astype(np.float64)).reshape(x.shape) @ exact.T.astype(np.float64)
+    found, scale = packed.times(x, library), np.abs(x).max(1, keepdims=True) * np.abs(exact).max() + 1
+    assert (np.abs(found - expected) <= 1e-5 * np.abs(expected) + 3e-6 * scale).all()
+    np.testing.assert_array_equal([packed.times(row[None], library)[0] for row in x], found)
 
 
 @few

@@ -16,7 +16,8 @@ static void tell(const char *what, int detail) {
 static void digest_products(enum format format) {
     for (int rows = 1; rows <= 33; rows += rows < 9 ? 1 : 8)
         for (int outputs = 15; outputs <= 81; outputs += 22) {
-            const int inputs = format < INT8 ? 40 + outputs : outputs / 15 * 96;
+            const int block = has_superblocks(format) ? SUPERBLOCK : 96;
+            const int inputs = format < INT8 ? 40 + outputs : outputs / 15 * block;
             struct matrix matrix = matrix_of(outputs, inputs, format, rows % 2);
             float *values = numbers((size_t)rows * inputs), *result = malloc((size_t)rows * outputs * sizeof(float));
             for (int at = 0; at < inputs; at += 7) values[at] *= 30;
@@ -114,10 +115,10 @@ int main(void) {
         {33, 34, 18, 2, 6, 2, 18, 300, 2, FP16, 7, 1, FP16}, {16, 32, 16, 1, 8, 1, 16, 300, 0, BF16, 8, 0, FP32},
         {95, 64, 64, 2, 4, 2, 16, 300, 3, INT8, 8, 1, FP16}, {31, 96, 32, 1, 32, 1, 2, 300, 0, INT4, 1, 0, INT8},
         {71, 48, 80, 2, 6, 3, 40, 200, 1, FP32, 20, 1, FP32}, {71, 48, 80, 2, 6, 3, 40, 200, 0, FP32, 20, 0, INT8},
-        {15, 64, 64, 2, 4, 2, 16, 300, 0, INT4, 8, 1, FP16, 19},
+        {15, 64, 64, 2, 4, 2, 16, 300, 0, INT4, 8, 1, FP16, 19}, {31, 256, 256, 1, 16, 4, 16, 300, 0, INT6_K, 8, 1, FP16},
     };
-    for (int format = FP32; format <= INT4; format++) digest_products(format);
-    for (int at = 0; at < 9; at++) digest_passes(shapes[at], 18, 256);
+    for (int format = FP32; format <= INT4_K; format++) digest_products(format);
+    for (int at = 0; at < 10; at++) digest_passes(shapes[at], 18, 256);
     for (int size = 1; size < 1000; size = size * 3 + 7) digest_sampling(size);
     digest_rounding(37, 3), digest_rounding(19, 1);
     return 0;

@@ -294,10 +294,12 @@ int main(void) {
     for (int size = 0; size < COUNT(SIZES); size++)
         for (int kind = 0; kind < KINDS; kind++)
             for (int at = 0; at < COUNT(TEMPERATURES); at++) check_sampling(SIZES[size], kind, TEMPERATURES[at]);
-    for (int format = FP32; format <= INT4; format++)
+    for (int format = FP32; format <= INT4_K; format++)
         for (int size = 0; size < 8; size++)
-            for (int rows = 1; rows <= 33; rows += rows < 9 ? 1 : 8)
-                check_linear(SIZES[size], format < INT8 ? 1 + 9 * size : 32 * (size + 1), rows, format);
+            for (int rows = 1; rows <= 33; rows += rows < 9 ? 1 : 8) {
+                const int block = has_superblocks(format) ? SUPERBLOCK : CODE_BLOCK;
+                check_linear(SIZES[size], format < INT8 ? 1 + 9 * size : block * (size + 1), rows, format);
+            }
     const float sizes[] = {0, 1e-40f, 1e-6f, 1e-5f, 1, 60000, 1e30f};
     for (int size = 0; size < 8; size++)
         for (int blocks = 1; blocks <= 3; blocks++)
@@ -310,6 +312,7 @@ int main(void) {
         {33, 34, 18, 2, 6, 2, 18, 300, 0, FP16, 7, 0, INT8}, {15, 64, 64, 2, 4, 2, 16, 300, 0, INT8, 8, 0, FP32},
         {33, 34, 18, 2, 6, 2, 18, 300, 0, FP32, 7, 1, FP32, 19}, {15, 64, 64, 2, 4, 2, 16, 300, 0, INT4, 8, 1, INT8, 1},
         {33, 34, 18, 2, 6, 2, 18, 300, 0, BF16, 7, 0, FP32, 0, 3}, {15, 64, 64, 1, 4, 2, 16, 300, 0, INT8, 8, 0, FP16, 0, 2},
+        {31, 256, 256, 1, 16, 4, 16, 300, 0, INT5_K, 8, 1, FP16},
     };
     for (int at = 0; at < COUNT(shapes); at++)
         for (int threads = 1; threads <= 3; threads++) check_passes(shapes[at], 17, at ? 160 : 16, threads);

@@ -32,10 +32,9 @@ static struct matrix matrix_of(int outputs, int inputs, enum format format, int 
     }
     matrix.weights = weights;
     if (format >= INT8) {
-        const int bits = bits_of(format);
-        const size_t scales = (size_t)panels_of(outputs) * (inputs / group_of(bits)) * numbers_of_group(bits);
-        uint16_t *halves = malloc(scales * sizeof *halves);
-        for (size_t at = 0; at < scales; at++) halves[at] = (uint16_t)(0x0c00 + 127 * number()); /* about 2^-12 */
+        const size_t scales = panels_of(outputs) * scale_bytes(inputs, bits_of(format), has_superblocks(format));
+        uint16_t *halves = malloc(scales); /* about 2^-12 */
+        for (size_t at = 0; at < scales / sizeof *halves; at++) halves[at] = (uint16_t)(0x0c00 + 127 * number());
         matrix.scales = halves;
     }
     if (biased) matrix.bias = numbers(panels_of(outputs) * LANES);

@@ -10,26 +10,27 @@ import pytest
 from numpy.typing import NDArray
 
 from draftwood.builder.checkpoints.checkpoint import Checkpoint
-from draftwood.builder.engines.native import write_weights
+from draftwood.builder.engines.native import scale_panels, write_weights
 from draftwood.builder.quantization.formats import (
     FORMATS,
     HALF,
+    Quantized,
     QuantizedCheckpoint,
     RoundedCheckpoint,
     Weights,
 )
 from draftwood.builder.quantization.kept import others_of
 from draftwood.models.acceptance_head import TrainedHead
-from draftwood.models.bindings import output_names
+from draftwood.models.bindings import SUPERBLOCKS, output_names
 from draftwood.plugins.native import cache
 from draftwood.plugins.native.compile import FLAGS
 from draftwood.plugins.native.library import FORMATS as NAMES
 from draftwood.plugins.native.library import Matrix, NativeLibrary, address
-from draftwood.plugins.native.packing import code_panels, flat, fp16_pairs, fp16_panels, pair_panels, panels
+from draftwood.plugins.native.packing import code_panels, flat, pair_panels, panels
 from draftwood.runtime.engines.base import EngineSpec
 from draftwood.runtime.engines.native.engine import NativeEngine
 
-PRECISIONS = NAMES
+PRECISIONS = [name for name in NAMES if name not in SUPERBLOCKS]  # to which any matrix can be rounded
 
 
 def kernels(*flags: str) -> Path:
@@ -67,17 +68,25 @@ def spec_of(weights: Weights, role: str, precision: str, widths: tuple[int, ...]
 
 
 class Packed:
-    """One matrix [N, K] as the kernels read it. wide: what it holds, fp32."""
+    """One matrix [N, K] as the kernels read it. stored: its codes, which are rounded here otherwise. wide: what it
+    holds, fp32."""
 
-    def __init__(self, matrix: NDArray[np.float32], precision: str, bias: NDArray[np.float32] | None = None) -> None:
+    def __init__(
+        self,
+        matrix: NDArray[np.float32],
+        precision: str,
+        bias: NDArray[np.float32] | None = None,
+        stored: Quantized | None = None,
+    ) -> None:
         self._kept: list[NDArray[Any]] = []  # what the structure points to
         self.codes = self.scales = self.offsets = None
         weights: NDArray[Any]
+        scales: NDArray[Any] | None
         if form := FORMATS.get(("native", precision)):
-            stored = form.quantize("matrix", matrix)
-            self.codes, self.scales, self.offsets = stored
-            self.wide, weights = stored.dequantized(), code_panels(self.codes, form.bits)
-            scales = fp16_panels(self.scales) if self.offsets is None else fp16_pairs(self.scales, self.offsets)
+            stored = form.quantize("matrix", matrix) if stored is None else stored
+            self.codes, self.scales, self.offsets, _ = stored
+            self.wide, weights = stored.dequantized(), code_panels(stored.codes, form.bits)
+            scales = scale_panels(stored)
         elif precision in HALF:
             half = matrix.astype(HALF[precision])
             pack = pair_panels if precision == "bf16" else panels

@@ -120,7 +120,7 @@ class GgufTensors:
         heads = self._heads.get(name.split(".")[-2])
         if heads is None:
             return blocks
-        return Blocks(blocks.bits, *(unpermuted(array, heads) for array in blocks[1:]))
+        return blocks.each(lambda array: unpermuted(array, heads))
 
     def factors(self, name: str) -> NDArray[Any]:
         """Read a tensor that belongs to the configuration, fp32 [n], by GGUF's name. Raises CheckpointError."""
@@ -149,17 +149,15 @@ def q4_1(content: NDArray[np.uint8]) -> Blocks:
 
 def q4_k(content: NDArray[np.uint8]) -> Blocks:
     """Split super-blocks of Q4_K, uint8 [N, K / 256, 144]: two fp16 numbers, by which the 6-bit scales and minima of 8
-    blocks are multiplied, and codes of 4 bits. The codes are kept as they are; the products, which have up to 17 bits,
-    are rounded to fp16."""
-    factors = halves(content[..., :4].reshape(*content.shape[:-1], 2, 2))
-    scales, minima = gguf.quants.Q4_K.get_scale_min(content[..., 4:16].reshape(-1, 12))
+    blocks are multiplied, and codes of 4 bits. The products, which have up to 17 bits, are exact."""
+    factors = halves(content[..., :4].reshape(*content.shape[:-1], 2, 2)) * np.array([1, -1], np.float32)
+    integers = gguf.quants.Q4_K.get_scale_min(content[..., 4:16].reshape(-1, 12))
     shape = (len(content), -1)
-    return Blocks(
-        4,
-        nibbles(content[..., 16:].reshape(*shape, 32)),
-        rounded(factors[..., :1] * scales.reshape(*content.shape[:-1], 8)).reshape(shape),
-        -rounded(factors[..., 1:] * minima.reshape(*content.shape[:-1], 8)).reshape(shape),
+    scales, offsets = (
+        (factors[..., at, None] * each.reshape(*content.shape[:-1], 8)).reshape(shape)
+        for at, each in enumerate(integers)
     )
+    return Blocks(4, nibbles(content[..., 16:].reshape(*shape, 32)), scales, offsets, factors)
 
 
 def q5_0(content: NDArray[np.uint8]) -> Blocks:
@@ -189,20 +187,15 @@ def q5_k(content: NDArray[np.uint8]) -> Blocks:
 
 def q6_k(content: NDArray[np.uint8]) -> Blocks:
     """Split super-blocks of Q6_K, uint8 [N, K / 256, 210]: the lower halves of 256 codes, their upper two bits, 16
-    signed scales of 8 bits and an fp16 number by which these are multiplied; weight = (code - 32) * scale. The codes
-    are kept as they are; the products, of up to 18 bits, are rounded to fp16."""
+    signed scales of 8 bits and an fp16 number by which these are multiplied; weight = (code - 32) * scale. The
+    products, of up to 18 bits, are exact."""
     shape = (len(content), -1)
     lower = nibbles(content[..., :128].reshape(*shape, 64))
     upper = content[..., 128:192].reshape(*shape, 1, 32) >> np.arange(0, 8, 2, dtype=np.uint8)[:, None] & 3
     signed = np.ascontiguousarray(content[..., 192:208]).view(np.int8).astype(np.float32)
-    scales = rounded(halves(content[..., 208:210])[..., None] * signed).reshape(shape)
-    return Blocks(6, lower | (upper << 4).astype(np.int8).reshape(shape), scales, -32 * scales)
-
-
-def rounded(numbers: NDArray[np.float32]) -> NDArray[np.float32]:
-    """The nearest numbers that fp16 can hold; infinity for those that are larger than all of them."""
-    with np.errstate(over="ignore"):
-        return numbers.astype(np.float16).astype(np.float32)
+    factors = halves(content[..., 208:210])[..., None]
+    scales = (factors * signed).reshape(shape)
+    return Blocks(6, lower | (upper << 4).astype(np.int8).reshape(shape), scales, -32 * scales, factors)
 
 
 def halves(content: NDArray[np.uint8]) -> NDArray[np.float32]:

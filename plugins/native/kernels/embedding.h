@@ -27,15 +27,19 @@ INLINE int code_at(const uint8_t *codes, int k, int lane, int bits) {
 /* values[0..size) = a row of a matrix, in any format, times `factor`. */
 static void look_up(const struct matrix *matrix, int64_t row, int size, float factor, float *values) {
     const int lane = (int)(row % LANES), bits = bits_of(matrix->format), group = group_of(bits);
-    const int offsets = has_offsets(bits), zero = offsets ? 0 : 1 << (bits - 1), apart = numbers_of_group(bits);
+    const int offsets = has_offsets(bits), zero = offsets ? 0 : 1 << (bits - 1), super = has_superblocks(matrix->format);
     const size_t panel = (size_t)(row / LANES);
     const void *weights = (const char *)matrix->weights + panel * panel_bytes(matrix);
-    const uint16_t *halves = weights, *scales = (const uint16_t *)matrix->scales + panel * (matrix->inputs / group) * apart;
+    const uint16_t *halves = weights;
+    const uint8_t *scales = (const uint8_t *)matrix->scales + panel * scale_bytes(matrix->inputs, bits, super);
     float scale = 0, offset = 0; /* a product with a code is exact: to fuse it with the sum changes no bit */
     for (int k = 0; k < size; k++) {
         if (matrix->format >= INT8 && k % group == 0) {
-            scale = half_at(scales + k / group * apart, lane);
-            if (offsets) offset = half_at(scales + k / group * apart + LANES, lane);
+            const uint8_t *from = scales + place_of_group(k, bits, super);
+            const uint16_t *factors = (const uint16_t *)(scales + scale_bytes(k - k % SUPERBLOCK, bits, super));
+            scale = super ? (int8_t)from[lane] * half_at(factors, lane) : half_at((const uint16_t *)from, lane);
+            from += group_bytes(bits, super) / 2, factors += LANES;
+            if (offsets) offset = super ? (int8_t)from[lane] * half_at(factors, lane) : half_at((const uint16_t *)from, lane);
         }
         const float value = matrix->format == FP32   ? ((const float *)weights)[k * LANES + lane]
                             : matrix->format == FP16 ? half_at(halves + k * LANES, lane)

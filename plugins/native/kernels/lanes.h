@@ -14,7 +14,7 @@
 #define PRAGMA(words) _Pragma(#words)
 #define UNROLL(times) PRAGMA(GCC unroll times) /* the loop that follows */
 
-enum format { FP32, FP16, BF16, INT8, INT6, INT5, INT4 };
+enum format { FP32, FP16, BF16, INT8, INT6, INT5, INT4, INT6_K, INT5_K, INT4_K }; /* K: with superblocks, see scales.h */
 
 typedef float f32 __attribute__((vector_size(4 * WIDTH)));
 typedef int32_t i32 __attribute__((vector_size(4 * WIDTH)));

@@ -5,8 +5,8 @@
  * has. */
 #pragma once
 #include "bf16.h"
+#include "scales.h"
 
-#define CODE_BLOCK 32 /* inputs that share a scale: of rows in integers, and of most matrices */
 #define INFINITE 0x7f800000 /* the bits of infinity; those of what is no number are larger */
 #define ROUNDED 32    /* inputs that are rounded at once, whole blocks of codes and of bf16 */
 #if !defined(MOST_ROWS_SMALL)
@@ -17,19 +17,13 @@
 #endif
 
 /* [outputs, inputs]. Floats: panels [inputs][16], of bf16 [inputs / 2][16][2]. Integers: unsigned codes in panels of
- * [inputs * bits / 32][16][4] bytes (see plugins/native/packing.py), and numbers in fp16 for each group of inputs. Of 8 and
- * 6 bits, scales, [panels][inputs / group][16]: a weight is (code - zero) * scale. Of 5 and 4 bits, scales and then offsets,
- * [panels][inputs / group][2][16]: a weight is code * scale + offset. */
+ * [inputs * bits / 32][16][4] bytes (see plugins/native/packing.py), and numbers for each group of inputs (see scales.h). Of
+ * 8 and 6 bits a weight is (code - zero) * scale, of 5 and 4 bits code * scale + offset. */
 struct matrix {
     const void *weights, *scales;
     const float *bias; /* [16 * panels] or null */
     int32_t outputs, inputs, format;
 };
-
-INLINE int bits_of(int format) { return format == INT8 ? 8 : format == INT6 ? 6 : format == INT5 ? 5 : 4; }
-INLINE int group_of(int bits) { return bits == 6 ? CODE_BLOCK / 2 : CODE_BLOCK; } /* inputs that share a scale */
-INLINE int has_offsets(int bits) { return bits < 6; }
-INLINE int numbers_of_group(int bits) { return has_offsets(bits) ? 2 * LANES : LANES; } /* of a panel */
 
 /* Rows of activations. Integers meet `codes`, rounded by block, bf16 meets `values` that were rounded or, where there are
  * instructions for it, `halves`; everything else meets `values`. */
@@ -126,14 +120,15 @@ INLINE void group_products(const int R, const int P, const int8_t *const *values
 /* The same over codes: whole groups in integers, then one product with both scales. A code of 8 bits is 128 too large, one
  * of 6 bits 32: what that adds to a group is known from the sum of the row's codes. So is what offsets add. */
 INLINE void integer_tile(const int R, const int P, const struct rows *x, int row, const struct matrix *matrix,
-                         int panel, struct ahead ahead, const int bits, f32 *sums) {
+                         int panel, struct ahead ahead, const int bits, const int super, f32 *sums) {
     const int V = P * PARTS, group = group_of(bits), groups = matrix->inputs / group, offsets = has_offsets(bits);
     const int row_blocks = x->stride / CODE_BLOCK, row_groups = x->stride / group;
-    const size_t bytes = (size_t)matrix->inputs * LANES * bits / 8, of_group = numbers_of_group(bits);
+    const int size = super ? 1 : 2, span = super ? SUPERBLOCK : group; /* of a number; inputs whose numbers lie together */
+    const size_t bytes = (size_t)matrix->inputs * LANES * bits / 8, apart = scale_bytes(matrix->inputs, bits, super);
     const uint8_t *codes = (const uint8_t *)matrix->weights + panel * bytes;
-    const uint16_t *scales = (const uint16_t *)matrix->scales + (size_t)panel * groups * of_group;
+    const uint8_t *scales = (const uint8_t *)matrix->scales + panel * apart;
     const int8_t *values[MOST_ROWS];
-    f32 sum[MOST_ROWS][VECTORS];
+    f32 sum[MOST_ROWS][VECTORS], factor[VECTORS][2] = {{{0}}}; /* of scales and offsets */
     UNROLL(8) for (int r = 0; r < R; r++) {
         values[r] = x->codes + (size_t)(row + r) * x->stride;
         UNROLL(8) for (int v = 0; v < V; v++) sum[r][v] = (f32){0};
@@ -144,12 +139,23 @@ INLINE void integer_tile(const int R, const int P, const struct rows *x, int row
             UNROLL(8) for (int v = 0; v < V; v++)
                 whole[r][v] = (i32){0} + (offsets ? 0 : x->starts[(row + r) * row_groups + g]);
         group_products(R, P, values, codes, bytes, g * group, ahead, bits, whole);
+        const uint8_t *numbers = scales + place_of_group(g * group, bits, super);
+        if (g * group % span == 0) {
+            const uint8_t *from = numbers - factor_bytes(bits, super);
+            UNROLL(2) for (int p = 0; p < P; p++) /* of the next panels */
+                UNROLL(8) for (int line = 0; line < scale_bytes(span, bits, super); line += 64)
+                    __builtin_prefetch(from + (P + p) * apart + line, 0, FETCHED);
+            UNROLL(8) for (int v = 0; v < V && super; v++) {
+                const uint16_t *halves = (const uint16_t *)(from + v / PARTS * apart) + v % PARTS * WIDTH;
+                factor[v][0] = from_fp16(halves);
+                if (offsets) factor[v][1] = from_fp16(halves + LANES);
+            }
+        }
         f32 scale[VECTORS], offset[VECTORS];
         UNROLL(8) for (int v = 0; v < V; v++) {
-            const size_t at = ((size_t)(v / PARTS) * groups + g) * of_group + v % PARTS * WIDTH;
-            scale[v] = from_fp16(scales + at);
-            if (offsets) offset[v] = from_fp16(scales + at + LANES);
-            if (v % PARTS == 0) __builtin_prefetch(scales + at + P * groups * of_group, 0, 3); /* of the next panels */
+            const uint8_t *from = numbers + v / PARTS * apart + v % PARTS * WIDTH * size;
+            scale[v] = scales_at(from, factor[v][0], super);
+            if (offsets) offset[v] = scales_at(from + LANES * size, factor[v][1], super);
         }
         UNROLL(8) for (int r = 0; r < R; r++) {
             const size_t at = (row + r) * row_blocks + g * group / CODE_BLOCK;
@@ -201,18 +207,20 @@ static void dense_products(int count, int panels, const float *rows, size_t apar
 }
 
 /* integer_tile for any number of rows and panels: functions of their own, in which a compiler finds registers. */
-#define INTEGER_TILE(R, P) { integer_tile(R, P, x, row, matrix, panel, ahead, bits, sums); }
-#define PRODUCTS_OF(BITS)                                                                                              \
-    static __attribute__((noinline)) void products_of_##BITS(int rows, int panels, const struct rows *x, int row,      \
-                                                             const struct matrix *matrix, int panel,                   \
-                                                             struct ahead ahead, f32 *sums) {                          \
-        enum { bits = BITS };                                                                                          \
+#define INTEGER_TILE(R, P) { integer_tile(R, P, x, row, matrix, panel, ahead, bits, super, sums); }
+#define PRODUCTS_OF(NAME, BITS, SUPER)                                                                                 \
+    static __attribute__((noinline)) void NAME(int rows, int panels, const struct rows *x, int row,                    \
+                                               const struct matrix *matrix, int panel, struct ahead ahead, f32 *sums) { \
+        enum { bits = BITS, super = SUPER };                                                                           \
         EACH_TILE(rows, panels, INTEGER_TILE)                                                                          \
     }
-PRODUCTS_OF(8)
-PRODUCTS_OF(6)
-PRODUCTS_OF(5)
-PRODUCTS_OF(4)
+PRODUCTS_OF(products_of_8, 8, 0)
+PRODUCTS_OF(products_of_6, 6, 0)
+PRODUCTS_OF(products_of_5, 5, 0)
+PRODUCTS_OF(products_of_4, 4, 0)
+PRODUCTS_OF(super_products_of_6, 6, 1)
+PRODUCTS_OF(super_products_of_5, 5, 1)
+PRODUCTS_OF(super_products_of_4, 4, 1)
 
 #define NEAREST 128 /* inputs of panels that are brought near at once: two panels take a third of the L1 cache */
 
@@ -289,6 +297,9 @@ static void multiply(const struct matrix *matrix, const struct rows *x, const st
         case INT6: products_of_6(rows, step, x, row, matrix, panel + p, ahead, sums); break;
         case INT5: products_of_5(rows, step, x, row, matrix, panel + p, ahead, sums); break;
         case INT4: products_of_4(rows, step, x, row, matrix, panel + p, ahead, sums); break;
+        case INT6_K: super_products_of_6(rows, step, x, row, matrix, panel + p, ahead, sums); break;
+        case INT5_K: super_products_of_5(rows, step, x, row, matrix, panel + p, ahead, sums); break;
+        case INT4_K: super_products_of_4(rows, step, x, row, matrix, panel + p, ahead, sums); break;
         default:
             dense_products(rows, step, values, x->stride, weights, (size_t)matrix->inputs * LANES, ahead,
                            matrix->inputs, matrix->format, sums);
@@ -338,7 +349,7 @@ static void round_to_codes(const struct rows *x, int row, int from, int end, int
         }
         x->scales[row * blocks + b] = peak / 127.0f;
         const int whole = sum_of_lanes(sum[0] + sum[1]);
-        for (int half = 0; format == INT6 && half < 2; half++)
+        for (int half = 0; bits_of(format) == 6 && half < 2; half++)
             x->starts[2 * (row * blocks + b) + half] = -32 * sum_of_lanes(sum[half]);
         if (format == INT8) x->starts[row * blocks + b] = (BYTE_ZERO - 128) * whole;
         x->totals[row * blocks + b] = (float)whole * x->scales[row * blocks + b];

@@ -19,18 +19,26 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ....models.bindings import ACCEPTANCE as ACCEPTANCE_OUTPUT
-from ....models.bindings import BITS, INTEGERS
+from ....models.bindings import BITS, INTEGERS, SUPERBLOCKS
 from ....models.config import LlamaConfig
 from ....models.errors import EngineError
 from ....models.layers import Matrix, Network, network_of
 from ....plugins.native.library import BLOCK
-from ....plugins.native.packing import GROUPS, LAYOUT, PAIR_BLOCK, PANEL, whole_panels
+from ....plugins.native.packing import (
+    GROUPS,
+    LAYOUT,
+    PAIR_BLOCK,
+    PANEL,
+    SUPERBLOCK,
+    superblock_bytes,
+    whole_panels,
+)
 from ..base import EngineSpec
 
 # By safetensors' names. 16-bit floats and scales are stored as unsigned integers of the same bits.
 DTYPES: dict[str, np.dtype[Any]] = {"F32": np.dtype("float32"), "U16": np.dtype("uint16"), "U8": np.dtype("uint8")}
-STORED = {"fp32": "F32", "fp16": "U16", "bf16": "U16", **dict.fromkeys(INTEGERS, "U8")}  # matrices, by precision
-OFFSETS = ("int5", "int4")  # precisions whose blocks have an offset beside the scale
+STORED = {"fp32": "F32", "fp16": "U16", "bf16": "U16", **dict.fromkeys(BITS, "U8")}  # matrices, by precision
+OFFSETS = ("int5", "int4", "int5k", "int4k")  # precisions whose blocks have an offset beside the scale
 METADATA, LAYOUT_KEY = "__metadata__", "draftwood_layout"
 ROPE = (("cosine", "sine"), ("local_cosine", "local_sine"))  # rotary tables: the model's, the local ones
 ACCEPTANCE = "acceptance."  # prefix of the names of an acceptance head's tensors
@@ -86,10 +94,11 @@ def expected_tensors(
     def matrix(part: Matrix) -> Iterator[tuple[str, Stored]]:
         name, inputs, rows = part.name, part.inputs, packed_rows(part)
         count, own = rows // PANEL, others.get(name, precision)
-        if own in INTEGERS:
+        if own in BITS:
             yield f"{name}.weights", Stored(STORED[own], (count, inputs * BITS[own] // 32, PANEL, 4))
             blocks, pair = blocks_of(own, name, inputs), (2,) if own in OFFSETS else ()
-            yield f"{name}.scales", Stored("U16", (count, blocks, *pair, PANEL))
+            plain, each = Stored("U16", (count, blocks, *pair, PANEL)), superblock_bytes(BITS[own], bool(pair))
+            yield f"{name}.scales", Stored("U8", (count, blocks, each)) if own in SUPERBLOCKS else plain
         elif own == "bf16":
             pairs = -(-inputs // PAIR_BLOCK) * PAIR_BLOCK // 2
             yield f"{name}.weights", Stored(STORED[own], (count, pairs, PANEL, 2))
@@ -123,10 +132,11 @@ def expected_tensors(
 
 
 def blocks_of(precision: str, name: str, inputs: int) -> int:
-    """Number of blocks in a row of a matrix. Raises EngineError when the inputs do not divide into blocks."""
-    if inputs % BLOCK:
+    """Number of blocks, or of superblocks, in a row of a matrix. Raises EngineError when its inputs do not divide."""
+    supers = precision in SUPERBLOCKS
+    if inputs % (SUPERBLOCK if supers else BLOCK):
         raise EngineError(f"{name} has {inputs} inputs, which divide into no blocks of {precision}: rebuild the bundle")
-    return inputs // GROUPS[BITS[precision]]
+    return inputs // (SUPERBLOCK if supers else GROUPS[BITS[precision]])
 
 
 def read_weights(path: Path, spec: EngineSpec, private: bool = False) -> Weights:

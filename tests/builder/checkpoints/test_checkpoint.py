@@ -235,7 +235,7 @@ class InBlocks(Safetensors):
         shape = self.tensor(name).shape
         codes = np.arange(np.prod(shape)).reshape(shape).astype(np.int8)
         scales = np.arange(shape[0], dtype=np.float32)[:, None]
-        return Blocks(8, codes, scales, -scales)
+        return Blocks(8, codes, scales, -scales, scales[..., None])
 
 
 def test_blocks_of_a_fused_matrix_are_those_of_its_parts(phi: Path) -> None:
@@ -243,8 +243,8 @@ def test_blocks_of_a_fused_matrix_are_those_of_its_parts(phi: Path) -> None:
     parts = [split.blocks(f"{LAYER}.self_attn.{part}.weight") for part in ("q_proj", "k_proj", "v_proj")]
     assert whole is not None
     for index in range(1, len(whole)):
-        found = np.concatenate([part[index] for part in parts if part is not None])
-        np.testing.assert_array_equal(found, whole[index])
+        found = np.concatenate([np.asarray(part[index]) for part in parts if part is not None])
+        np.testing.assert_array_equal(found, np.asarray(whole[index]))
     plain = f"{LAYER}.self_attn.o_proj.weight"
     assert (kept := split.blocks(plain)) is not None and kept.codes.shape == split.tensor(plain).shape
 

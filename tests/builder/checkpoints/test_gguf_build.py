@@ -106,15 +106,15 @@ def test_blocks_that_an_adapter_leaves_alone_are_kept(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("kind", "precision"), [(Kind.Q4_K, "int4"), (Kind.Q5_K, "int5"), (Kind.Q6_K, "int6")])
 def test_super_blocks_keep_their_codes(kind: Kind, precision: str, tmp_path: Path) -> None:
-    """A scale is a product of 17 bits, of which fp16 keeps 11: both terms of a weight change by 2^-12 of themselves. To
-    round the weights again would change some of them by half a step."""
+    """Without superblocks, too. A scale is a product of 17 bits, of which fp16 keeps 11: both terms of a weight change
+    by 2^-12 of themselves. To round the weights again would change some of them by half a step."""
     folder = write_checkpoint(tmp_path / "folder", hidden_size=256, intermediate_size=256, num_attention_heads=8)
     checkpoint = Checkpoint(write_gguf(folder, tmp_path / "model.gguf", kind))
     view = QuantizedCheckpoint(checkpoint, FORMATS["native", precision])
     for name in network_of(checkpoint.config).layers[0].tensors():
         exact = checkpoint.tensor(name)
         if exact.ndim == 2:
-            codes, scales, offsets = view.quantized(name)
+            codes, scales, offsets, _ = view.quantized(name)
             parts = np.abs(codes).max() * np.abs(scales) + (0 if offsets is None else np.abs(offsets))
             parts = parts.repeat(codes.shape[1] // scales.shape[1], 1)
             assert (np.abs(view.tensor(name) - exact) <= 2**-11 * parts + 1e-6).all()

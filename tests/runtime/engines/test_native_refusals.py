@@ -32,7 +32,7 @@ from draftwood.runtime.engines.backends import BACKENDS, NATIVE, cache_precision
 from draftwood.runtime.engines.base import EngineSpec
 from draftwood.runtime.engines.native import engine as native
 from draftwood.runtime.engines.native.engine import NativeEngine
-from draftwood.runtime.engines.native.weights import check_weights, read_weights
+from draftwood.runtime.engines.native.weights import check_weights, expected_tensors, read_weights
 from draftwood.runtime.engines.passes import causal_batch
 
 ENGINES = 8
@@ -114,7 +114,7 @@ CHANGES: list[tuple[Callable[[Header], object], str]] = [
         lambda h: h["cosine"].update(data_offsets=[at + (1 << 40) for at in h["cosine"]["data_offsets"]]),
         "cut",
     ),
-    (lambda h: h.pop("__metadata__"), "layout None instead of '5'"),
+    (lambda h: h.pop("__metadata__"), "layout None instead of '6'"),
     (lambda h: h.update(__metadata__=[1]), "layout None"),
     (lambda h: h["__metadata__"].update(draftwood_layout="9"), "layout '9'"),
 ]
@@ -305,6 +305,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"matrices": {"layers.0.q_proj": "int8"}}, "no matrix 'layers.0.q_proj'"),
     ({"matrices": {"layers.99.qkv": "int8"}}, "no matrix 'layers.99.qkv'"),
     ({"precision": "bf16"}, "native has one for all"),
+    ({"precision": "int4k"}, "native has one for all"),
     ({"backend": "onnxruntime"}, "onnxruntime has one for all"),
 ]
 
@@ -312,7 +313,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
 @pytest.mark.parametrize(("changes", "named"), WRONG)
 def test_precisions_of_matrices_that_no_build_writes_are_refused(changes: dict[str, Any], named: str) -> None:
     config = Checkpoint(DEMO / "target").config
-    found = {"head": "int8", "embedding": "int6", "layers.0.qkv": "int5"}
+    found = {"head": "int8", "embedding": "int6k", "layers.0.qkv": "int5"}
     spec = EngineSpec("target", "native", "", config, (1,), 64, "int4", output_names("target"), matrices=found)
     check_matrices("target", spec)
     with pytest.raises(Unsound, match=named):
@@ -320,3 +321,5 @@ def test_precisions_of_matrices_that_no_build_writes_are_refused(changes: dict[s
     tied = replace(spec, model=replace(config, tie_embeddings=True))
     with pytest.raises(Unsound, match="no matrix 'embedding'"):
         check_matrices("target", tied)
+    with pytest.raises(EngineError, match="64 inputs, which divide into no blocks of int4k"):
+        dict(expected_tensors(replace(config, hidden_size=64), "int4", {"layers.0.qkv": "int4k"}, 64, None))
