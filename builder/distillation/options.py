@@ -81,9 +81,8 @@ class DistillOptions:
         if self.kind not in (None, *BATCH):
             raise ConfigError(f"kind must be {' or '.join(BATCH)}, not {self.kind}")
         if self.kind == "states" and (given := next((name for name in PLAIN if getattr(self, name)), None)):
-            raise ConfigError(
-                f"{given} goes with kind text: a head has its target's layers, and begins with its states"
-            )
+            told = "--from" if given == "start" else given
+            raise ConfigError(f"{told} goes with --kind text: a head has its target's sizes and begins as its target")
         if self.learning_rate is not None and not 0 < self.learning_rate <= 1:
             raise ConfigError(f"learning_rate must be above 0 and at most 1, not {self.learning_rate}")
 

@@ -172,6 +172,10 @@ def test_the_kind_suits_the_target(target: Path) -> None:
         taps_of(replace(default, kind="states"), scaled)
     with pytest.raises(ConfigError, match="kv_heads"):
         head_config(replace(default, kv_heads=3), replace(large, num_heads=4))
-    for wrong in ({"hidden": 64}, {"full_vocabulary": True}, {"start": target}):
-        with pytest.raises(ConfigError, match=f"{next(iter(wrong))} goes with kind text"):
+    for told, wrong in (
+        ("hidden", {"hidden": 64}),
+        ("full_voc", {"full_vocabulary": True}),
+        ("--from", {"start": target}),
+    ):
+        with pytest.raises(ConfigError, match=f"{told}.* goes with --kind text"):
             replace(default, kind="states", **wrong)
