@@ -46,16 +46,18 @@ class Plot(NamedTuple):
             *parts,
             f'<path d="M{self.left} {TOP}V{bottom}H{self.left + self.width}" fill="none" stroke="#7b8794"/>',
             f'<text x="{middle}" y="{bottom + 40}" text-anchor="middle">{escape(x_label)}</text>',
-            f'<text transform="translate({self.left - 48} {TOP + SIDE / 2}) rotate(-90)" text-anchor="middle">'
+            f'<text transform="translate({self.left - 54} {TOP + SIDE / 2}) rotate(-90)" text-anchor="middle">'
             f"{escape(y_label)}</text>",
         ]
 
-    def lines(self, curves: Mapping[str, Curve], colours: Sequence[str], legend: float) -> list[str]:
-        """Curves in data coordinates, and their names at the pixel `legend`."""
+    def lines(
+        self, curves: Mapping[str, Curve], colours: Sequence[str], legend: float, below: float = TOP
+    ) -> list[str]:
+        """Curves in data coordinates, and their names from the pixel (`legend`, `below`) on."""
         parts = []
         for row, ((name, curve), colour) in enumerate(zip(curves.items(), colours, strict=True)):
             path = " ".join(f"{x:.1f},{y:.1f}" for x, y in (self.at(*point) for point in curve))
-            style, y = f'fill="none" stroke="{colour}" stroke-width="2"', TOP + 14 + 18 * row
+            style, y = f'fill="none" stroke="{colour}" stroke-width="2"', below + 14 + 18 * row
             parts += [
                 f'<polyline points="{path}" {style}><title>{escape(name)}</title></polyline>',
                 f'<line x1="{legend}" y1="{y}" x2="{legend + 18}" y2="{y}" stroke="{colour}" stroke-width="3"/>',
@@ -72,7 +74,8 @@ def acceptance_svg(minutes: Mapping[str, Curve], tokens: Mapping[str, Curve]) ->
         far, high = max((x for x, _ in points), default=0), max((y for _, y in points), default=1.0)
         plot = Plot(left, 360, (0, max(far, 1e-3)), (0, max(0.1, 1.05 * high)))
         parts += plot.frame("Acceptance on held-out answers", label, "share of drafted tokens")
-        parts += plot.lines(curves, COLOURS, plot.left + 220)
+        # Curves rise, so that the corner below them is free.
+        parts += plot.lines(curves, COLOURS, plot.left + 220, TOP + SIDE - 18 * len(curves) - 8)
     return svg("Training of a draft: acceptance on held-out answers", parts)
 
 
@@ -122,7 +125,7 @@ def svg(title: str, parts: Sequence[str]) -> str:
 
 
 def tick_label(value: float) -> str:
-    return f"{value:.0f}" if abs(value) >= 100 else f"{value:.4g}"
+    return f"{value:.0f}" if abs(value) >= 100 else f"{value:.3g}"
 
 
 def smooth(curve: Curve) -> list[tuple[float, float]]:
