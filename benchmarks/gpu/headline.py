@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from benchmarks.gpu.engine import CONFIGS, EnginePair, TextDecoder, find_difference, static_engine
-from benchmarks.gpu.model import DTYPES, TorchLlama
+from benchmarks.gpu.model import DTYPES, TorchLlama, TorchProgram
 from benchmarks.gpu.report import Findings, Part, require
 from benchmarks.tools.pair import LAYER_SCALE, Agreement, ModelShape, make_draft_head, make_target_head
 from draftwood.models.bindings import DRAFT, TARGET
@@ -77,7 +77,8 @@ class Headline:
             config = LlamaConfig.from_hf(scale.shapes[role].fields(scale.vocabulary))
             weights = RandomWeights(config, partial(head, agreement=agreement), scale.device)
             engine = static_engine(config, weights, role, scale.precision, self._queue)
-            self.engines[role], nbytes = engine, engine.program.model.nbytes  # type: ignore[attr-defined]
+            self.engines[role] = engine
+            nbytes = self.model(role).nbytes
             figures[role] = {"read_gb": round(nbytes / 1e9, 3), "floor_ms": round(1e3 * nbytes / self._bandwidth(), 3)}
         rng = np.random.default_rng(1)
         self._prompts = [rng.choice(agreement.words, PROMPT).tolist() for _ in range(scale.texts)]
@@ -89,7 +90,12 @@ class Headline:
     @property
     def floor(self) -> float:
         """Least seconds of a plain pass: its weights over the bandwidth."""
-        return self.engines[TARGET].program.model.nbytes / self._bandwidth()  # type: ignore[attr-defined, no-any-return]
+        return self.model(TARGET).nbytes / self._bandwidth()
+
+    def model(self, role: str) -> TorchLlama:
+        program = self.engines[role].program
+        assert isinstance(program, TorchProgram)
+        return program.model
 
     def params(self, temperature: float) -> SamplingParams:
         return SamplingParams(max_tokens=self.scale.tokens, temperature=temperature, ignore_eos=True, seed=0)
@@ -163,7 +169,7 @@ class Headline:
                 each.key[:60]: [round(each.self_device_time_total / passes, 1), round(each.count / passes, 1)]
                 for each in averages[:40]
             }
-        models = [engine.program.model for engine in self.engines.values()]  # type: ignore[attr-defined]
+        models = map(self.model, self.engines)
         figures["tiles"] = {str(key): tile for model in models for key, tile in model.steps.tiles.items()}
         own = {
             name: sum(us for kernel, (us, _) in each.items() if kernel in KERNELS)
@@ -209,7 +215,7 @@ class Headline:
         from transformers import LlamaConfig as PeerConfig
         from transformers import LlamaForCausalLM
 
-        own: TorchLlama = self.engines[role].program.model  # type: ignore[attr-defined]
+        own = self.model(role)
         fields = self.scale.shapes[role].fields(self.scale.vocabulary)
         known = {key: value for key, value in fields.items() if key not in ("architectures", "dtype", "torch_dtype")}
         with torch.device("meta"):
