@@ -50,18 +50,16 @@ class Plot(NamedTuple):
             f"{escape(y_label)}</text>",
         ]
 
-    def lines(
-        self, curves: Mapping[str, Curve], colours: Sequence[str], legend: float, below: float = TOP
-    ) -> list[str]:
-        """Curves in data coordinates, and their names from the pixel (`legend`, `below`) on."""
+    def lines(self, curves: Mapping[str, Curve], colours: Sequence[str], x: float, y: float = TOP) -> list[str]:
+        """Curves in data coordinates, and their names from the pixel (`x`, `y`) on."""
         parts = []
         for row, ((name, curve), colour) in enumerate(zip(curves.items(), colours, strict=True)):
-            path = " ".join(f"{x:.1f},{y:.1f}" for x, y in (self.at(*point) for point in curve))
-            style, y = f'fill="none" stroke="{colour}" stroke-width="2"', below + 14 + 18 * row
+            path = " ".join("{:.1f},{:.1f}".format(*self.at(*point)) for point in curve)
+            style, line = f'fill="none" stroke="{colour}" stroke-width="2"', y + 14 + 18 * row
             parts += [
                 f'<polyline points="{path}" {style}><title>{escape(name)}</title></polyline>',
-                f'<line x1="{legend}" y1="{y}" x2="{legend + 18}" y2="{y}" stroke="{colour}" stroke-width="3"/>',
-                f'<text x="{legend + 24}" y="{y + 4}">{escape(name)}</text>',
+                f'<line x1="{x}" y1="{line}" x2="{x + 18}" y2="{line}" stroke="{colour}" stroke-width="3"/>',
+                f'<text x="{x + 24}" y="{line + 4}">{escape(name)}</text>',
             ]
         return parts
 
