@@ -97,7 +97,6 @@ examples: .venv/dev
 	$(PY) -m pytest tests/house/test_examples.py
 
 bench: .venv/dev $(BUNDLE)/manifest.json
-	$(PY) -m benchmarks.costs.host_time $(BUNDLE) --output benchmarks/results
 	$(PY) -m benchmarks.papers.methods $(BUNDLE) --prompts $(PAIR)/held_out.jsonl --limit 16 --max-tokens 64 --output benchmarks/results
 
 # Needs no setup: any Python with torch will do, `PY=/path/to/python make gpu-check`.

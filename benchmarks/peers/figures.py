@@ -20,6 +20,7 @@ COLUMNS = (
     "first token ms",
     "× own plain",
     "× best other",
+    "slowest × plain",
     "tokens per pass",
     "as plain",
     "KL",
@@ -52,6 +53,8 @@ class Row(NamedTuple):
     # than ours; None without one.
     of_plain: Ratio
     of_best: Ratio | None
+    # The least of_plain of a batch, which has the median of its repeats.
+    slowest: float
     # Of the target; None if the program does not tell.
     tokens_per_pass: float | None
     # Share of batches whose texts equal those of the same program's plain decoding.
@@ -97,6 +100,7 @@ def make_rows(kind: str, turns: Sequence[Turn]) -> list[Row]:
                 1e3 * median(first) if first else None,
                 speed_ratio(own, plain),
                 None if best is None else speed_ratio(own, best),
+                round(min(median(ratios) for ratios in ratios_of(own, plain).values()), 3),
                 count_tokens_per_pass(own),
                 share_of_same_texts(own, plain),
                 median(turn.others for turn in own),
@@ -111,10 +115,17 @@ def typical(turns: Sequence[Turn]) -> float:
     return median(turn.seconds_per_token for turn in turns)
 
 
-def speed_ratio(own: Sequence[Turn], other: Sequence[Turn]) -> Ratio:
-    """Within one repeat and batch: a slow phase of the machine affects both sides."""
+def ratios_of(own: Sequence[Turn], other: Sequence[Turn]) -> dict[int, list[float]]:
+    """Speeds over the other's, by batch. Both of one repeat: a slow phase of the machine affects both sides."""
     theirs = {(turn.repeat, turn.batch): turn.seconds_per_token for turn in other}
-    ratios = np.array([theirs[turn.repeat, turn.batch] / turn.seconds_per_token for turn in own])
+    found: dict[int, list[float]] = {}
+    for turn in own:
+        found.setdefault(turn.batch, []).append(theirs[turn.repeat, turn.batch] / turn.seconds_per_token)
+    return found
+
+
+def speed_ratio(own: Sequence[Turn], other: Sequence[Turn]) -> Ratio:
+    ratios = np.array([each for repeats in ratios_of(own, other).values() for each in repeats])
     drawn = np.random.default_rng(0).integers(0, len(ratios), (SAMPLES, len(ratios)))
     low, high = np.percentile(np.median(ratios[drawn], axis=1), INTERVAL)
     return Ratio(*(round(float(value), 3) for value in (np.median(ratios), low, high)))
@@ -147,6 +158,7 @@ def to_markdown(rows: Sequence[Row], divergences: dict[str, float | None]) -> st
             f"{row.tokens_per_second:.1f}",
             "" if row.first_ms is None else f"{row.first_ms:.0f}",
             *map(interval, (row.of_plain, row.of_best)),
+            ratio(row.slowest),
             ratio(row.tokens_per_pass),
             f"{row.same_as_plain:.0%}",
             "" if (found := divergences.get(f"{row.program}/{row.precision}")) is None else f"{found:.4f}",

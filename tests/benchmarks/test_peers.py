@@ -263,6 +263,8 @@ def test_medians_and_ratios_within_a_repeat() -> None:
     assert [row.tokens_per_second for row in rows] == pytest.approx([2.5, 10, 5, 10 / 9])
     assert fast.of_plain == (2, 2, 4) and fast.of_best == (1, 0.5, 3) and best.of_best == (1, 1, 1)
     assert plain.same_as_plain == 1 and fast.same_as_plain == 0 and slow.first_ms == 500 and fast.tokens_per_pass == 2
+    second = [*turns_of("draftwood", PLAIN, 2), *turns_of("draftwood", "default", 4)]
+    assert fast.slowest == 2 and summarise([*ours, *(turn._replace(batch=1) for turn in second)])[1].slowest == 0.5
 
 
 def test_divergence_of_a_program_from_the_file_s_weights(

@@ -1,1 +1,0 @@
-"""What a pass and a round cost: time, memory bandwidth, memory."""
