@@ -95,8 +95,8 @@ def tokenizer_of(model: Pieces) -> TokenizerJson:
     return tokenizer
 
 
-def put_around(tokenizer: TokenizerJson, before: str | None, behind: str | None) -> None:
-    pieces = [*([before] if before is not None else []), "$A", *([behind] if behind is not None else [])]
+def put_around(tokenizer: TokenizerJson, before: str | None, after: str | None) -> None:
+    pieces = [*([before] if before is not None else []), "$A", *([after] if after is not None else [])]
     special = [(text, tokenizer.token_to_id(text)) for text in dict.fromkeys(pieces) if text != "$A"]
     if special:
         tokenizer.post_processor = processors.TemplateProcessing(single=pieces, special_tokens=special)

@@ -178,18 +178,18 @@ class DecoderLayer(nn.Module):
         self, rows: Tensor, tokens: Tensor, rotary: Sequence[Rotary], attention: LayerAttention, layer: int
     ) -> Tensor:
         """rotary: of layers with the model's tables, and with the local ones. tokens: their embeddings."""
-        before, behind, before_mlp, behind_mlp, of_token = (
+        before, after, before_mlp, after_mlp, of_token = (
             nn.Identity() if name is None else self.get_submodule(name) for name in self.norms
         )
         normed = before(rows)
         inputs = torch.cat((of_token(tokens), normed), -1) if self.joins else normed
-        attended = behind(self.self_attn(inputs, rotary[self.local], attention, layer))
+        attended = after(self.self_attn(inputs, rotary[self.local], attention, layer))
         rows = (normed if self.norm_first else rows) + scaled(attended, self.multiplier)
-        return rows + scaled(behind_mlp(self.mlp(before_mlp(rows))), self.multiplier)
+        return rows + scaled(after_mlp(self.mlp(before_mlp(rows))), self.multiplier)
 
 
 def norms_of_rows(layer: Layer) -> tuple[Norm | None, ...]:
-    """Before and behind attention, before and behind the MLP, of a token beside a state."""
+    """Before and after attention, before and after the MLP, of a token beside a state."""
     return layer.input_norm, layer.output_norm, layer.post_norm, layer.down_norm, layer.token_norm
 
 

@@ -144,7 +144,7 @@ class ChatSession(Closing):
         """The answer to a message after the first `num_before` turns; it replaces those after them."""
         params = params or self._llm.get_default_sampling_params()
         prompt = self._fit(text, num_before, params.max_tokens, stop)
-        room = self._scheduler.slots.tokens_behind(len(prompt))
+        room = self._scheduler.slots.tokens_after(len(prompt))
         params = replace(params, max_tokens=min(params.max_tokens, room))
         request = self._llm.request(prompt, params, self._scheduler, speculative=speculative)
         self.last = None  # a message that was refused above leaves it
@@ -153,7 +153,7 @@ class ChatSession(Closing):
     def _fit(self, text: str, num_before: int, max_tokens: int, stop: Event) -> list[int]:
         """The prompt with as many turns as context and memory have room for; sets `num_left_out`. Bisects, because a
         conversation that was loaded may have thousands of turns too many, and each attempt renders and tokenizes it."""
-        limit = min(self._llm.bundle.manifest.max_length, self._scheduler.slots.tokens_behind(0))
+        limit = min(self._llm.bundle.manifest.max_length, self._scheduler.slots.tokens_after(0))
         room = limit - min(max_tokens, limit // RESERVED)
         tried = least = min(self.num_left_out, num_before)
         if self._undone:

@@ -144,9 +144,9 @@ class AsyncLLM(EngineThread, Closing):
             grammar = grammar or await self.texts.compile(partial(self.llm.grammars.compile, form), client)
         return Prepared(grammar, sequences)
 
-    def max_tokens_behind(self, prompt: Sequence[int]) -> int:
+    def max_tokens_after(self, prompt: Sequence[int]) -> int:
         """The largest max_tokens that the memory allows for a prompt. The context length may end a text earlier."""
-        return self._scheduler.slots.tokens_behind(len(prompt))
+        return self._scheduler.slots.tokens_after(len(prompt))
 
     def generate(
         self,

@@ -21,7 +21,7 @@ class Thought:
     budget: int | None = None  # the most tokens between both; 0: the text has no thought
 
     def count(self, tokens: Sequence[int]) -> tuple[int, Thought | None]:
-        """How many of the next tokens belong to the thought with its marks, and what is left of it; None behind it."""
+        """How many of the next tokens belong to the thought with its marks, and what is left of it; None after it."""
         if not tokens or self.begun or tokens[0] == self.opens:
             found = self.closes in tokens
             rest = None if found else replace(self, begun=self.begun or bool(tokens))
@@ -34,12 +34,12 @@ class ThoughtConstraint:
     no part of the form. A text with a form does not end inside its thought."""
 
     def __init__(self, thought: Thought, form: Constraint | None, vocab_size: int, endings: Sequence[int]) -> None:
-        """form: of the text behind the thought; None for any. endings: tokens that end a text."""
+        """form: of the text after the thought; None for any. endings: tokens that end a text."""
         self._thought, self._form = thought, form
         self._any, self._inside, self._close = (np.full(vocab_size, free) for free in (True, True, False))
         self._inside[[token for token in endings if form is not None and token < vocab_size]] = False
         self._inside[thought.closes] = self._close[thought.closes] = True
-        self._head, self._tail = 0, 0  # tokens of the thought, and those behind it
+        self._head, self._tail = 0, 0  # tokens of the thought, and those after it
         self._answers = False  # whether the thought has ended, or there is none
 
     @property
@@ -68,12 +68,12 @@ class ThoughtConstraint:
         return True
 
     def roll_back(self, count: int) -> None:
-        behind = min(count, self._tail)
-        if self._form is not None and behind:
-            self._form.roll_back(behind)
-        self._tail -= behind
-        self._head -= count - behind
-        self._answers = self._answers and count == behind and bool(self._tail or self._head)
+        after = min(count, self._tail)
+        if self._form is not None and after:
+            self._form.roll_back(after)
+        self._tail -= after
+        self._head -= count - after
+        self._answers = self._answers and count == after and bool(self._tail or self._head)
 
     def forced(self) -> list[int]:
         if self._answers:

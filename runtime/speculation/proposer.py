@@ -20,7 +20,7 @@ from .growers.baseline import Grower
 from .growers.draft_vocabulary import DraftVocabulary
 from .growers.specdecpp import Fixed, Stopper
 from .stopwatch import Stopwatch
-from .target_states import KEPT, States, TargetStates, salt_behind
+from .target_states import KEPT, States, TargetStates, salt_after
 
 T = TypeVar("T")
 
@@ -144,8 +144,8 @@ class DraftProposer:
         return None if self.states is None else self.states.before(self._read, count)
 
     def _new_cache(self) -> KVCache:
-        behind = self._salt if self.states is None else salt_behind(self._salt, self._text[: self._first])
-        return self._engine.new_cache(behind)
+        salt = self._salt if self.states is None else salt_after(self._salt, self._text[: self._first])
+        return self._engine.new_cache(salt)
 
     def propose(
         self,
@@ -233,7 +233,7 @@ class DraftProposer:
         tokens = [graph.tokens[node] for node in nodes]
         width = self._engine.spec.width_for(count)
         every = () if settings is None else (settings,) * count
-        # A merged node has the state of the parent that created it. Another one would change what is proposed behind
+        # A merged node has the state of the parent that created it. Another one would change what is proposed after
         # it, and any distribution may propose: a merged graph is verified by what the target says of each whole path.
         parents = graph.parents
         given = None if self.states is None else self.states.after([self._own[parents[node]] for node in nodes])

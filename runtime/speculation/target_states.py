@@ -53,6 +53,6 @@ class TargetStates:
         return given
 
 
-def salt_behind(salt: str | None, text: Sequence[int]) -> str:
-    """The salt of a draft's cache behind this text, which is in no row of the cache, but in every state."""
+def salt_after(salt: str | None, text: Sequence[int]) -> str:
+    """The salt of a draft's cache after this text, which is in no row of the cache, but in every state."""
     return f"{salt!r} {hashlib.sha256(np.array(text, np.int64).tobytes()).hexdigest()}"

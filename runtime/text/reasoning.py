@@ -10,7 +10,7 @@ from .detokenizer import overlap
 from .tokenizer import Tokenizer
 
 OPENS, CLOSES = "<think>", "</think>"  # DeepSeek-R1, Qwen3, SmolLM3
-TAIL = 8  # tokens at the end of a prompt: a mark, and the line breaks behind it
+TAIL = 8  # tokens at the end of a prompt: a mark, and the line breaks after it
 BEFORE, INSIDE, BEHIND, REST = range(4)
 
 

@@ -167,7 +167,7 @@ def q5_0(content: NDArray[np.uint8]) -> Blocks:
 
 
 def q5_1(content: NDArray[np.uint8]) -> Blocks:
-    """Split blocks of Q5_1, uint8 [N, K / 32, 24]: the same with an fp16 offset behind the scale."""
+    """Split blocks of Q5_1, uint8 [N, K / 32, 24]: the same with an fp16 offset after the scale."""
     codes = fifth_bits(content[..., 4:8]) | nibbles(content[..., 8:])
     return Blocks(5, codes, halves(content[..., :2]), halves(content[..., 2:4]))
 

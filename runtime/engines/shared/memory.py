@@ -52,7 +52,7 @@ class CacheBudget:
             )
         return needed
 
-    def tokens_behind(self, prompt_tokens: int) -> int:
+    def tokens_after(self, prompt_tokens: int) -> int:
         """The largest max_tokens that `needed` accepts for a prompt of this length; at least 1."""
         room = self.longest if self.slots is None else min(self.slots, self.longest)
         return max(1, room - self.spare - prompt_tokens)

@@ -169,8 +169,8 @@ class OpenAIApi:
         return self._llm.resolved(body.speculation())
 
     def _room(self, prompt: Sequence[int]) -> int:
-        """The most tokens behind a prompt."""
-        return min(self._max_length, self.async_llm.max_tokens_behind(prompt))
+        """The most tokens after a prompt."""
+        return min(self._max_length, self.async_llm.max_tokens_after(prompt))
 
     async def _echo(self, prompt: Prompt | Infill, client: str) -> str:
         if isinstance(prompt, str):

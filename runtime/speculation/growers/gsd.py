@@ -66,9 +66,9 @@ class UnexpandedMerger:
 
 def recurs(graph: TokenGraph, z: int, parent: int, tau: int) -> bool:
     """Whether the tau tokens before z equal the tau tokens that end with `parent`."""
-    before, behind = graph.parents[z], parent
+    earlier, later = graph.parents[z], parent
     for _ in range(tau):
-        if before < ROOT or behind < ROOT or graph.tokens[before] != graph.tokens[behind]:
+        if earlier < ROOT or later < ROOT or graph.tokens[earlier] != graph.tokens[later]:
             return False
-        before, behind = graph.parents[before], graph.parents[behind]
+        earlier, later = graph.parents[earlier], graph.parents[later]
     return True

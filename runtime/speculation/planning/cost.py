@@ -62,7 +62,7 @@ class PassCosts:
         widths = np.asarray(self.widths)
         if self.padded:
             rows = np.where(rows < widths[-1], widths[np.searchsorted(widths, np.minimum(rows, widths[-1]))], rows)
-        seconds: NDArray[np.float64] = np.interp(rows, widths, self._behind(context)) * np.maximum(1, rows / widths[-1])
+        seconds: NDArray[np.float64] = np.interp(rows, widths, self._after(context)) * np.maximum(1, rows / widths[-1])
         return seconds
 
     def shared(self, rows: NDArray[Any], context: int, batch_size: float) -> NDArray[np.float64]:
@@ -73,7 +73,7 @@ class PassCosts:
         """The context whose rows a row of a pass reads that so many requests share."""
         return int(context * batch_size) if self.spans else context
 
-    def _behind(self, context: int) -> NDArray[np.float64]:
+    def _after(self, context: int) -> NDArray[np.float64]:
         """Seconds of every width. Beyond the last context they grow as between the last two contexts, because
         attention does. To limit noise, they never fall below the last context's, and a wider pass never costs less."""
         seconds = np.asarray(self.seconds)

@@ -88,13 +88,13 @@ def test_attention_over_a_long_context_is_exact(march: str, unattentive: Path) -
     """The mean of many equal values is that value: sums of their weights that are not cut in time overflow."""
     most = 5 * WHOLE * LANES
     engine = opened(unattentive, TARGET, march, most + 64)
-    expected = logits_behind(engine, LANES, (LANES + 1) / LANES)
+    expected = logits_after(engine, LANES, (LANES + 1) / LANES)
     for slots in (WHOLE * LANES - 1, WHOLE * LANES, WHOLE * LANES + LANES, most - 3):
-        found = logits_behind(engine, slots, (slots + 1) / slots)
+        found = logits_after(engine, slots, (slots + 1) / slots)
         np.testing.assert_allclose(found, expected, rtol=1e-3, atol=1e-3)
 
 
-def logits_behind(engine: NativeEngine, length: int, value: float) -> NDArray[np.float32]:
+def logits_after(engine: NativeEngine, length: int, value: float) -> NDArray[np.float32]:
     """Of one row after so many slots of one value; its own value is zero."""
     cache = engine.new_cache()
     cache._resize(length + 64, 0)

@@ -134,7 +134,7 @@ def test_requests_wait_for_slots_in_order_and_the_impossible_is_refused(
     async def work(served: AsyncLLM) -> list[list[int]]:
         with pytest.raises(RequestError, match="--kv-cache-bytes"):
             served.generate([5] * 100, SamplingParams(max_tokens=100))
-        assert served.max_tokens_behind([5] * 100) == 250 - 64 - 100
+        assert served.max_tokens_after([5] * 100) == 250 - 64 - 100
 
         def watched(*arguments: Any) -> Any:
             nonlocal most

@@ -45,7 +45,7 @@ def asked(http: Any, **fields: Any) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def expected(served_llm: LLM) -> str:
-    """What the model writes behind the prompt that should be made of the texts."""
+    """What the model writes after the prompt that should be made of the texts."""
     prompt, encode = served_llm.tokenizer.encode(""), served_llm.tokenizer.encode
     for mark, text in ((PREFIX, TEXTS["input_prefix"]), (SUFFIX, TEXTS["input_suffix"]), (MIDDLE, "")):
         prompt += [served_llm.tokenizer.vocabulary()[mark], *encode(text, add_special_tokens=False)]

@@ -1,4 +1,4 @@
-"""Reasoning over HTTP: a thought is a field of its own, its budget ends it, and forms and tools begin behind it."""
+"""Reasoning over HTTP: a thought is a field of its own, its budget ends it, and forms and tools begin after it."""
 
 from __future__ import annotations
 

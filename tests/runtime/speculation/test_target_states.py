@@ -1,4 +1,4 @@
-"""A draft that reads its target's states reads those of the text that it is drafting for: in every round, behind every
+"""A draft that reads its target's states reads those of the text that it is drafting for: in every round, after every
 rejection, in windows, and in caches that texts share."""
 
 from __future__ import annotations
@@ -204,7 +204,7 @@ WRONG = {
     "of the draft": (DraftProposer, "commit", of_a_rejected_one),
     "of the round before": (TargetStates, "add", late(TargetStates.add)),
     "of before a recalled prefix": (TargetStates, "add", as_if_nothing_was_recalled(TargetStates.add)),
-    "of another text": (proposer, "salt_behind", lambda salt, text: salt),
+    "of another text": (proposer, "salt_after", lambda salt, text: salt),
 }
 
 
