@@ -87,29 +87,33 @@ def run(args: argparse.Namespace) -> int:
     opens_draft = bundle.has_draft or args.draft_threads  # which would be ignored
     draft = bundle.open_draft(args.threads, args.draft_threads, args.provider) if opens_draft else None
     costs = costs_of(bundle, target, draft, args)
-    decoders = {}
-    for name, config in configs.items():
-        decoders[name] = SpeculativeDecoder(
-            target,
-            draft,
-            None if config is None else fitted(config, bundle),
-            bundle.manifest.max_length,
-            bundle.manifest.eos_token_ids,
-            costs,
-            history=History(Drift(costs)),
-        )
     eos, vocab_size = bundle.manifest.eos_token_ids, target.spec.model.vocab_size
+
+    def decoders() -> dict[str, SpeculativeDecoder]:
+        """Each with a history of its own, which is empty."""
+        limits = bundle.manifest.max_length, eos, costs
+        return {
+            name: SpeculativeDecoder(
+                target, draft, None if config is None else fitted(config, bundle), *limits, history=History(Drift(costs))
+            )
+            for name, config in configs.items()
+        }
+
+    def decode(decoder: SpeculativeDecoder, index: int) -> Run:
+        sampler, stats = Sampler(params, prompts[index], eos, vocab_size), SpecDecodeStats()
+        seed = params.seed if params.seed is not None else index
+        for _ in decoder.generate(prompts[index], sampler, seeded_streams(seed), stats):
+            pass
+        return Run(sampler.output, stats)
+
+    for decoder in decoders().values():  # binds buffers; what it learns is forgotten
+        decode(decoder, 0)
     runs: dict[str, list[Run]] = {name: [] for name in configs}
-    console = Console(stderr=args.json)
-    for repeat in track(range(args.repeats + 1), "Measuring", console=console, transient=True, disable=args.quiet):
-        for index, prompt in enumerate(prompts):
-            for name, decoder in decoders.items():
-                sampler, stats = Sampler(params, prompt, eos, vocab_size), SpecDecodeStats()
-                seed = params.seed if params.seed is not None else index
-                for _ in decoder.generate(prompt, sampler, seeded_streams(seed), stats):
-                    pass
-                if repeat:  # the first repeat warms caches and binds buffers
-                    runs[name].append(Run(sampler.output, stats))
+    console, measured = Console(stderr=args.json), decoders()
+    for _ in track(range(args.repeats), "Measuring", console=console, transient=True, disable=args.quiet):
+        for index in range(len(prompts)):
+            for name, decoder in measured.items():
+                runs[name].append(decode(decoder, index))
     rows = [summarise(name, runs[name], runs[PLAIN], len(prompts)) for name in configs]
     report = {
         "date": date.today().isoformat(),
