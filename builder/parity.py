@@ -17,7 +17,8 @@ from ..runtime.engines.passes import causal_batch
 TOLERANCE = 2e-4  # for fp32, relative to the largest logit if that exceeds 1
 HEAD_TOLERANCE = 1e-4  # difference of probabilities
 # Factors on TOLERANCE. Rounding to 16 bits changes a number by at most 2^-11 or 2^-8, in dozens of layers. Low-bit
-# engines round a row's activations to 8 bits before every matrix; their graphs are first compared exactly.
+# engines round a row's activations to 8 bits before every matrix; their graphs are first compared exactly. What a
+# cache rounds is added.
 COARSER = {"fp16": 100.0, "bf16": 800.0, **dict.fromkeys(INTEGERS, 500.0)}
 PROMPT_ROWS, TREE_ROWS = 24, 12
 
@@ -48,7 +49,7 @@ def largest_difference(engine: Engine, reference: Scored, rounding: str | None =
     exceeds `TOLERANCE`, or an acceptance head's `HEAD_TOLERANCE`, times `COARSER`, and for a logit of either that is
     NaN or infinite."""
     rounded = (rounding or engine.spec.precision, engine.spec.cache_precision)
-    coarser = max(COARSER.get(precision, 1.0) for precision in rounded)
+    coarser = sum(COARSER.get(precision, 0.0) for precision in rounded) or 1.0
     worst, first = 0.0, 0
     cache = engine.new_cache()
     for batch in batches(engine.spec):

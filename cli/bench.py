@@ -91,13 +91,12 @@ def run(args: argparse.Namespace) -> int:
 
     def decoders() -> dict[str, SpeculativeDecoder]:
         """Each with a history of its own, which is empty."""
-        limits = bundle.manifest.max_length, eos, costs
-        return {
-            name: SpeculativeDecoder(
-                target, draft, None if config is None else fitted(config, bundle), *limits, history=History(Drift(costs))
-            )
-            for name, config in configs.items()
-        }
+        found = {}
+        for name, config in configs.items():
+            own, longest = None if config is None else fitted(config, bundle), bundle.manifest.max_length
+            history = History(Drift(costs))
+            found[name] = SpeculativeDecoder(target, draft, own, longest, eos, costs, history=history)
+        return found
 
     def decode(decoder: SpeculativeDecoder, index: int) -> Run:
         sampler, stats = Sampler(params, prompts[index], eos, vocab_size), SpecDecodeStats()

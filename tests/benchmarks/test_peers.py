@@ -244,9 +244,6 @@ def test_a_server_that_ends_is_named_with_its_log(tmp_path: Path) -> None:
         Server([sys.executable, "-c", "raise SystemExit(3)"], tmp_path / "log.txt")
 
 
-# Figures
-
-
 def turns_of(program: str, setting: str, *seconds: float, text: str = "") -> list[Turn]:
     entry = Entry(Program(program, "file", "", (), (Setting(PLAIN),)), Setting(setting))
     answers = (Answer(text, 10, each, 0.5, 8, 5) for each in seconds)

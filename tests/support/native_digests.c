@@ -29,7 +29,7 @@ static void digest_products(enum format format) {
     tell("products", format);
 }
 
-/* Passes of 1, 2, ... rows, each a tree behind what the ones before it left in the cache. */
+/* Passes of 1, 2, ... rows, each a tree after what the ones before it left in the cache. */
 static void digest_passes(struct shape shape, int most, int capacity) {
     struct model model = model_of(shape);
     struct engine *engine = draftwood_open(&model, most, 2);

@@ -209,7 +209,7 @@ static void check_storing(int dim) {
     free(row), free(halves), free(codes);
 }
 
-/* Passes of every number of rows up to `most` behind a text that grows to `capacity` slots; then rows are moved. */
+/* Passes of every number of rows up to `most` after a text that grows to `capacity` slots; then rows are moved. */
 static void check_passes(struct shape shape, int most, int capacity, int threads) {
     struct model model = model_of(shape);
     struct engine *engine = draftwood_open(&model, most, threads);

@@ -10,6 +10,7 @@ from pathlib import Path
 from benchmarks.peers.program import DEFAULT, FILE, PLAIN, Conditions, Program, Setting, flags
 
 NAME = "draftwood"
+LONGEST = 8192  # tokens that a bundle holds if nothing else is said
 AVX2 = Path(__file__).parents[1] / "setup" / "avx2.sh"
 
 
@@ -21,6 +22,7 @@ def make(precision: str, conditions: Conditions) -> Program:
     else:
         command += [conditions.target, "--draft", conditions.draft or "none"]
         command += [] if precision == FILE else ["--precision", precision]
+        command += ["-c", conditions.context] if conditions.context > LONGEST else []
     # Costs belong to a number of threads, and those that a build measures to the default.
     command += [] if conditions.threads == os.cpu_count() else ["--threads", conditions.threads]
     command += ["--max-running", conditions.at_a_time, "--prefix-cache-slots", 0, "--served-model-name", "model"]

@@ -46,7 +46,7 @@ static int first_in_window(const struct panel_mask *packed, int row, int window)
     return 0;
 }
 
-/* length: committed slots, seen by all. mask: bytes [rows][columns], of the slots behind them. window: or 0. */
+/* length: committed slots, seen by all. mask: bytes [rows][columns], of the slots after them. window: or 0. */
 static void pack_mask(const struct panel_mask *packed, int row, const uint8_t *mask, int length, int columns,
                       int window) {
     uint16_t *bits = packed->bits + (size_t)row * packed->panels;

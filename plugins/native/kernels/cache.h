@@ -82,7 +82,7 @@ struct pieces {
     size_t piece, slot, panel;
 };
 
-/* Copy the pieces of `slots` behind those of slot `to` - 1. kept: room for all of them. */
+/* Copy the pieces of `slots` after those of slot `to` - 1. kept: room for all of them. */
 INLINE void move_pieces(struct pieces of, const size_t bytes, int to, const int64_t *slots, int rows, char *kept) {
     for (int back = 0; back < 2; back++)
         for (int row = 0; row < rows; row++) {
@@ -107,7 +107,7 @@ INLINE void move_numbers(const struct cache *head, int dim, int to, const int64_
     }
 }
 
-/* Copy the rows in `slots`, in that order, behind slot `to` - 1 of a head. kept: room for the rows of a head in fp32. */
+/* Copy the rows in `slots`, in that order, after slot `to` - 1 of a head. kept: room for the rows of a head in fp32. */
 static void move_head(const struct cache *head, int dim, int to, const int64_t *slots, int rows, char *kept) {
     if (head->format == FP32) move_numbers(head, dim, to, slots, rows, kept, FP32);
     if (head->format == FP16) move_numbers(head, dim, to, slots, rows, kept, FP16);

@@ -73,7 +73,7 @@ INLINE size_t panel_bytes(const struct matrix *matrix) {
 }
 
 /* Of eight inputs of a vector of outputs, whose codes begin at `codes`: bytes of the first four, or of the others. first:
- * their place in the group, whose upper bits are in one vector behind the lower halves. */
+ * their place in the group, whose upper bits are in one vector after the lower halves. */
 INLINE i32 four_codes(const uint8_t *codes, const int first, const int others, const int bits) {
     i32 bytes, upper;
     memcpy(&bytes, codes + (bits == 8 && others ? LANES * 4 : 0), sizeof bytes);
