@@ -185,7 +185,7 @@ def test_keys_of_8_bits_keep_what_is_small_beside_a_few_huge_numbers(tmp_path: P
 
     def enlarge(tensors: dict[str, torch.Tensor]) -> None:
         for name in [name for name in tensors if name.endswith("k_proj.bias")]:
-            tensors[name][5::64] = 100
+            tensors[name][5::64], tensors[name][31::64] = 20, 100  # which positions turn quickly, and slowly
 
     edit_weights(folder, enlarge)
     weights, logits = held(folder, "fp32"), {}
@@ -195,7 +195,7 @@ def test_keys_of_8_bits_keep_what_is_small_beside_a_few_huge_numbers(tmp_path: P
         engine = NativeEngine(tmp_path / "target.weights", replace(spec, cache_precision=cache), 2)
         logits[cache] = score(engine, BUSHY.batch(spec, 300), filled(engine, TEXT[:300]))
     size = np.abs(logits["fp32"]).max()
-    assert np.abs(logits["int8"] - logits["fp32"]).max() < 0.1 * size  # 0.4 without the transform
+    assert np.abs(logits["int8"] - logits["fp32"]).max() < 3e-2 * size  # 4e-2 and more without either remedy
 
 
 @pytest.mark.parametrize("cache", NATIVE.caches)
