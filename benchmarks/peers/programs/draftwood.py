@@ -8,9 +8,9 @@ from importlib.metadata import version
 from pathlib import Path
 
 from benchmarks.peers.program import DEFAULT, FILE, PLAIN, Conditions, Program, Setting, flags
+from draftwood.builder.pipeline import LONGEST
 
 NAME = "draftwood"
-LONGEST = 8192  # tokens that a bundle holds if nothing else is said
 AVX2 = Path(__file__).parents[1] / "setup" / "avx2.sh"
 
 
