@@ -120,7 +120,8 @@ TESTS = {
     ),
     "runtime/speculation/stopwatch.py": ("test_decoder", *EXPLAIN),
     "runtime/speculation/verifier.py": ("test_verifier", "test_decoder", "test_lossless"),
-    **{f"plugins/native/kernels/{name}.h": KERNELS for name in ("acceptance", "attention", "matrix", "ranking")},
+    **{f"plugins/native/kernels/{name}.h": KERNELS for name in ("acceptance", "attention", "inputs", "keys")},
+    **{f"plugins/native/kernels/{name}.h": KERNELS for name in ("linear", "matrix", "norms", "ranking")},
     **{f"plugins/native/kernels/{name}.h": KERNELS for name in ("rounding", "sampling", "threads", "vector")},
     **{
         f"plugins/native/kernels/{name}.h": (*KERNELS, "test_native_instructions")

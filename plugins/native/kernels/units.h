@@ -1,6 +1,7 @@
 /* Units of attention: how the queries of a pass are divided among threads. */
 #pragma once
 #include "engine.h"
+#include "inputs.h"
 
 /* How many of the queries of a kv head a unit has at most: each thread gets as many units, where fewer than twice the
  * least number suffice, or two units of a tile instead of one are worth another phase. */
