@@ -105,14 +105,15 @@ def run(args: argparse.Namespace) -> int:
             pass
         return Run(sampler.output, stats)
 
+    work = f"{len(configs)} settings, {args.repeats} × {len(prompts)} texts of up to {params.max_tokens} tokens"
+    say(Console(stderr=True, quiet=args.quiet), f"── Measuring {work}")
     for decoder in decoders().values():  # binds buffers; what it learns is forgotten
         decode(decoder, 0)
     runs: dict[str, list[Run]] = {name: [] for name in configs}
-    console, measured = Console(stderr=args.json), decoders()
-    for _ in track(range(args.repeats), "Measuring", console=console, transient=True, disable=args.quiet):
-        for index in range(len(prompts)):
-            for name, decoder in measured.items():
-                runs[name].append(decode(decoder, index))
+    measured, order, console = decoders(), args.repeats * [*range(len(prompts))], Console(stderr=args.json)
+    for index in track(order, "Measuring", console=console, transient=True, disable=args.quiet):
+        for name, decoder in measured.items():
+            runs[name].append(decode(decoder, index))
     rows = [summarise(name, runs[name], runs[PLAIN], len(prompts)) for name in configs]
     report = {
         "date": date.today().isoformat(),

@@ -102,6 +102,8 @@ def cached(args: argparse.Namespace, console: Console) -> Path:
         args.target = local_folder(args.target, MODEL, begin)
         if draft is not None and str(draft) != NONE and not str(draft).startswith(SELF):
             draft = args.draft = local_folder(draft, MODEL, begin)
+            if not draft.exists():
+                raise ConfigError(f"--draft {draft} is not here: give a folder, a .gguf file, or an id on the Hub")
     choices = getattr(args, "precision", None), getattr(args, "max_length", None)
     folder = args.output = folder_of(Model(str(args.target), None if draft is None else str(draft), *choices), asked)
 

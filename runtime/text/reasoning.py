@@ -11,7 +11,7 @@ from .tokenizer import Tokenizer
 
 OPENS, CLOSES = "<think>", "</think>"  # DeepSeek-R1, Qwen3, SmolLM3
 TAIL = 8  # tokens at the end of a prompt: a mark, and the line breaks after it
-BEFORE, INSIDE, BEHIND, REST = range(4)
+BEFORE, INSIDE, AFTER, REST = range(4)
 
 
 class ThoughtPart(NamedTuple):
@@ -72,10 +72,10 @@ class ThoughtReader:
             thought = self._held[:sure].rstrip()
             self._held = self._held[len(thought) :] if place < 0 else self._held[place + len(CLOSES) :]
             found += self._thought(thought)
-            self._state = INSIDE if place < 0 else BEHIND
-        if self._state == BEHIND:
+            self._state = INSIDE if place < 0 else AFTER
+        if self._state == AFTER:
             self._held = self._held.lstrip()
-            self._state = REST if self._held else BEHIND
+            self._state = REST if self._held else AFTER
         if self._state == REST and self._held:
             found.append(self._held)
             self._held = ""

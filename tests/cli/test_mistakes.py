@@ -15,6 +15,7 @@ WITH_DRAFT = "build --target PAIR/target --output OUT --backend onnxruntime --dr
 # A line, or its words, and what the error says. BUNDLE, PAIR, PROMPTS and OUT stand for paths, DRAFT for WITH_DRAFT.
 MISTAKES: list[tuple[str | list[str], str]] = [
     ("generate nowhere --prompt x", "give the folder of a bundle"),
+    ("generate PAIR/target --draft nowhere --prompt x", "--draft nowhere is not here: give a folder"),
     ("generate BUNDLE --prompt x --temperature -1", "temperature"),
     ("generate BUNDLE --prompt x --max-tokens 0", "max_tokens"),
     ("generate BUNDLE --prompt x --top-p 1.5", "top_p"),
