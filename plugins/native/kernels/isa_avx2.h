@@ -4,7 +4,8 @@
 #define WIDTH 8
 #include "lanes.h"
 
-#define MOST_ROWS 4  /* of a tile */
+#define MOST_ROWS 6  /* of a tile */
+#define MOST_ROWS_LARGE 4 /* the same over codes of 8 bits and bf16: signs, and sums of even and odd inputs, need registers */
 #define MOST_SUMS 8 /* of its vectors */
 #define SUMS_BESIDE 8 /* so many leave registers for the weights of a step */
 #define ROWS_OF_STREAM 1 /* so many rows of codes or bf16 meet one panel at a time: memory is read as one stream */
@@ -93,6 +94,18 @@ INLINE void add_codes(const int count, i32 *sums, const i32 *codes, i32 row, con
         part[v] = at_once(_mm256_madd_epi16((__m256i)part[v], _mm256_set1_epi16(1)));
     UNROLL(8) for (int v = 0; v < count; v++)
         sums[v] = at_once(bits == 4 ? _mm256_add_epi16((__m256i)sums[v], (__m256i)part[v]) : (__m256i)(sums[v] + part[v]));
+}
+
+/* Both products of 5 or 6 bits fit 16 bits together, at most 32004. */
+#define EIGHTS 1
+INLINE void add_eights(const int count, i32 *sums, const i32 *low, const i32 *high, i32 row, i32 other) {
+    i32 part[VECTORS], more[VECTORS];
+    UNROLL(8) for (int v = 0; v < count; v++) part[v] = at_once(_mm256_maddubs_epi16((__m256i)low[v], (__m256i)row));
+    UNROLL(8) for (int v = 0; v < count; v++) more[v] = at_once(_mm256_maddubs_epi16((__m256i)high[v], (__m256i)other));
+    UNROLL(8) for (int v = 0; v < count; v++) part[v] = at_once(_mm256_add_epi16((__m256i)part[v], (__m256i)more[v]));
+    UNROLL(8) for (int v = 0; v < count; v++)
+        part[v] = at_once(_mm256_madd_epi16((__m256i)part[v], _mm256_set1_epi16(1)));
+    UNROLL(8) for (int v = 0; v < count; v++) sums[v] = at_once((__m256i)(sums[v] + part[v]));
 }
 INLINE i32 small_sums(i32 sum) { return (i32)_mm256_madd_epi16((__m256i)sum, _mm256_set1_epi16(1)); }
 #endif

@@ -12,6 +12,9 @@
 #if !defined(MOST_ROWS_SMALL)
 #define MOST_ROWS_SMALL MOST_ROWS
 #endif
+#if !defined(MOST_ROWS_LARGE)
+#define MOST_ROWS_LARGE MOST_ROWS
+#endif
 #if !defined(MOST_SUMS_CODES)
 #define MOST_SUMS_CODES MOST_SUMS
 #endif
@@ -90,25 +93,28 @@ INLINE i32 four_codes(const uint8_t *codes, const int first, const int others, c
 INLINE void group_products(const int R, const int P, const int8_t *const *values, const uint8_t *codes, size_t panel,
                            int k, struct ahead ahead, const int bits, i32 whole[][VECTORS]) {
     const int V = P * PARTS, paired = PAIRS ? R / 2 * 2 : 0; /* rows that are multiplied two by two */
+    const int eights = EIGHTS && (bits == 5 || bits == 6);
+    const struct ahead next = {ahead.from + (size_t)k * bits / 32 * ahead.pace, ahead.pace};
     UNROLL(4) for (int i = 0, end = k + group_of(bits); k < end; k += 8, i += 8) {
         const uint8_t *from = codes + (size_t)k * LANES * bits / 8;
         if (bits == 5 || bits == 6) from += i * LANES / 2 - i * LANES * bits / 8; /* the upper bits follow */
-        UNROLL(8) for (int p = 0; p < P; p++)
-            UNROLL(2) for (int line = 0; line < (i + 8) * bits / 32 - i * bits / 32; line++)
-                fetch(ahead, p * panel, (size_t)k * bits / 32 + line);
+        UNROLL(2) for (int line = i * bits / 32; line < (i + 8) * bits / 32; line++)
+            UNROLL(8) for (int p = 0; p < P; p++) fetch(next, p * panel, line);
         UNROLL(8) for (int r = 0; r < paired; r += 2)
             UNROLL(8) for (int v = 0; v < V; v++) {
                 const uint8_t *at = from + v / PARTS * panel + v % PARTS * sizeof(i32);
                 add_pairs(&whole[r][v], &whole[r + 1][v], four_codes(at, i, 0, bits), four_codes(at, i, 1, bits),
                           values[r] + k, values[r + 1] + k, bits);
             }
+        i32 four[2][VECTORS]; /* no product waits for the one before it */
         UNROLL(2) for (int others = 0; others < 2 && paired < R; others++) {
-            i32 four[VECTORS]; /* no product waits for the one before it */
             UNROLL(8) for (int v = 0; v < V; v++)
-                four[v] = four_codes(from + v / PARTS * panel + v % PARTS * sizeof(i32), i, others, bits);
-            UNROLL(8) for (int r = paired; r < R; r++)
-                add_codes(V, whole[r], four, repeated(values[r] + k + 4 * others), bits);
+                four[others][v] = four_codes(from + v / PARTS * panel + v % PARTS * sizeof(i32), i, others, bits);
+            UNROLL(8) for (int r = paired; r < R && !eights; r++)
+                add_codes(V, whole[r], four[others], repeated(values[r] + k + 4 * others), bits);
         }
+        UNROLL(8) for (int r = 0; r < R && eights; r++)
+            add_eights(V, whole[r], four[0], four[1], repeated(values[r] + k), repeated(values[r] + k + 4));
     }
     UNROLL(8) for (int r = 0; r < R; r++)
         UNROLL(8) for (int v = 0; v < V; v++) {
@@ -238,7 +244,8 @@ struct tiles {
 };
 
 static struct tiles tiles_of(const struct matrix *matrix, const struct rows *x, int rows) {
-    struct tiles tiles = {rows, 0, matrix->format > INT8 ? MOST_ROWS_SMALL : MOST_ROWS, 1};
+    const int of_codes = matrix->format > INT8 ? MOST_ROWS_SMALL : MOST_ROWS_LARGE;
+    struct tiles tiles = {rows, 0, matrix->format < BF16 ? MOST_ROWS : of_codes, 1};
     if (MATRIX_REGISTERS && x->halves && matrix->format == BF16 && rows >= REGISTERS_FROM)
         tiles.most = MOST_TILE, tiles.step = REGISTER_ROWS;
     tiles.count = (rows + tiles.most - 1) / tiles.most;

@@ -13,6 +13,11 @@
 #include "isa_generic.h"
 #endif
 
+#ifndef EIGHTS /* instructions that gain from two products of 5 or 6 bits at once */
+#define EIGHTS 0
+INLINE void add_eights(const int count, i32 *sums, const i32 *low, const i32 *high, i32 row, i32 other) {}
+#endif
+
 #ifndef PAIRS /* instructions that multiply two rows at once */
 #define PAIRS 0
 INLINE void add_pairs(i32 *one, i32 *two, i32 low, i32 high, const int8_t *row, const int8_t *other, const int bits) {}
