@@ -1,4 +1,4 @@
-"""Start a server and use it with OpenAI's Python client. Needs the extra `serve` and `pip install openai`.
+"""Start a server and use it with OpenAI's Python client. Needs `pip install openai`.
 
 python examples/openai_client.py [BUNDLE]
 """

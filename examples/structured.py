@@ -1,4 +1,4 @@
-"""Generate JSON that follows a schema, whatever the model would like to write. Needs the extra `structured`.
+"""Generate JSON that follows a schema, whatever the model would like to write.
 
 python examples/structured.py [BUNDLE]
 """
