@@ -27,7 +27,7 @@ LONGEST = 8192  # of the contexts that are measured unasked: its cache must fit 
 REPEATS = 9
 # For the passes after one context, and for the rounds that tell the host's time: of `draftwood profile`, and of a
 # build.
-SECONDS, BRIEF_SECONDS = 5.5, 2.0
+SECONDS, BRIEF_SECONDS = 5.5, 3.0
 EVERY, STEP, FAR_STEP = 8, 1.25, 4.0  # see `thinned_out`: after the shortest context, and after the others
 TEMPERATURES = (0.0, 1.0)
 TOKENS = (3, 15)  # of proposals whose rounds give the host's time per round and per token
@@ -59,8 +59,8 @@ def measure(
 ) -> CostModel:
     """Measure the passes of both engines after each context that fits: many widths after the shortest one, then a few;
     the others lie between them. begin: called for every step. contexts: those of `contexts_of` if none are named.
-    seconds: for one context, of which every width has an equal share, and for the time of the host. stopped: whether
-    what has been measured so far shall do.
+    seconds: for one context, shared by its narrow widths, which most plans have, and for the time of the host. stopped:
+    whether what has been measured so far shall do.
 
     Raises ConfigError if no context fits.
     """
@@ -83,7 +83,7 @@ def measure(
             {width for engine in pair.engines.values() for width in thinned_out(engine.spec.widths, step, least)}
         )
         advance = begin(Step(f"Passes after {context} tokens", len(asked) * repeats))
-        found = measure_after(pair, context, asked, repeats, advance, seconds / len(asked), stopped)
+        found = measure_after(pair, context, asked, repeats, advance, seconds / min(len(asked), EVERY), stopped)
         for role, passes in found.items():
             every, measured = pair.engines[role].spec.widths, passes.widths
             medians[role].append(interpolated(every, measured, passes.seconds, medians[role]))

@@ -17,7 +17,7 @@ from ..models.errors import ConfigError, RequestError
 from .batch import complete, params_of
 from .bundle.bundle import EngineBundle
 from .bundle.cache import Model, bundle_of
-from .bundle.costs import assumed_costs, read_costs, stored_costs
+from .bundle.costs import assumed_costs, stored_costs
 from .bundle.defaults import default_params
 from .bundle.fit import fitted
 from .bundle.foreign import with_others
@@ -38,7 +38,6 @@ from .sampling.sampler import Sampler
 from .sampling.thought import after_thought
 from .speculation.config import SpeculativeConfig
 from .speculation.planning.budget import DraftBudget
-from .speculation.planning.cost import CostModel
 from .speculation.planning.drift import Drift
 from .speculation.planning.history import History
 from .structured.grammars import Grammars, Prepared
@@ -86,16 +85,15 @@ class LLM(Closing):
         self.speculative, self._provider = speculative, provider
         self.target = self.bundle.open_engine(TARGET, threads, provider)
         self.draft: Engine | None = None
-        self._costs: CostModel | None = None
-        self.stale_costs: list[str] = []
         if speculative is not None:
             self.speculative = fitted(speculative, self.bundle)
             if self.bundle.has_draft or draft_threads:  # which would be ignored
                 self.draft = self.bundle.open_draft(threads, draft_threads, provider)
-            measured, self.stale_costs = stored_costs(self.bundle, provider, threads, draft_threads)
-            drafts = None if self.draft is None else self.draft.spec
-            self._costs = measured or assumed_costs(self.target.spec, drafts, provider)
-        self._history = History(None if self._costs is None else Drift(self._costs))
+        measured, stale = stored_costs(self.bundle, provider, threads, draft_threads)
+        self.stale_costs = [] if speculative is None else stale
+        drafts = None if self.draft is None else self.draft.spec
+        self.costs = measured or assumed_costs(self.target.spec, drafts, provider)
+        self._history = History(Drift(self.costs))
         eos = self.bundle.manifest.eos_token_ids
         self.grammars = Grammars(self.tokenizer, self.target.spec.model.vocab_size, eos)
         self._idle: deque[Scheduler[StreamChunk]] = deque()  # of ended streams
@@ -164,7 +162,7 @@ class LLM(Closing):
             config,
             manifest.max_length,
             manifest.eos_token_ids,
-            self._costs,
+            self.costs,
             lambda: scheduler.batch_size,
             self._history,
             scheduler.drafts,
@@ -202,7 +200,7 @@ class LLM(Closing):
             return self.speculative
         if speculative is None or speculative == self.speculative:
             return speculative
-        if self.draft is None and self.bundle.has_draft:
+        if speculative.drafts and self.draft is None and self.bundle.has_draft:
             raise ConfigError("this model was opened without its draft: leave `speculative` out, or open it with one")
         return fitted(speculative, self.bundle)
 
@@ -251,12 +249,6 @@ class LLM(Closing):
     def warm_up(self) -> list[Callable[[], None]]:
         """Steps that prepare the engines for a first request, to be called in order. None for engines on a CPU."""
         return [step for engine in self._engines for step in engine.warm_up()]
-
-    @property
-    def costs(self) -> CostModel:
-        """The measured costs of the engines, or assumed ones."""
-        measured = self._costs or read_costs(self.bundle.folder)
-        return measured or assumed_costs(self.target.spec, None, self._provider)
 
     def scheduler(
         self,

@@ -27,7 +27,6 @@ REFUSALS = {  # of draftwood_forward
     3: "a position is beyond the engine's rotary table: rebuild with a larger --max-length",
     4: "a row is scored that the pass does not have",
     5: "a pass has no rows, or more than the engine",
-    6: "the model computed a logit that is NaN or infinite: build it again, from another copy or with --precision fp32",
     7: "the draft reads states, and the pass has none",
 }
 BLOCK = 32  # inputs of a row that share a scale: kernels/matrix.h

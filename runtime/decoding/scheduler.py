@@ -147,7 +147,7 @@ class Scheduler(Generic[C]):
                 yield Event(request)
                 yield from self._resume(request, None)
             yield from self._recall(request)
-            self._split(request)
+            self._split(request, running)
 
     def _note(self, served: list[Request[C]], running: Sequence[Request[C]], works: list[Work], took: float) -> None:
         """Learn from a pass that requests may share: what it took, and how long running texts waited for prompts."""
@@ -161,12 +161,12 @@ class Scheduler(Generic[C]):
             for request in running:
                 request.waited += added if request.writes else 0.0
 
-    def _split(self, request: Request[C]) -> None:
+    def _split(self, request: Request[C], running: Sequence[Request[C]]) -> None:
         """Split a request's pass over a prompt that would keep running texts waiting."""
         work = request.next_pass
         if not isinstance(work, Pass) or request.writes or request.rest is not None or self.batch_size == 1:
             return
-        spec, texts = work.engine.spec, any(other.running for other in self.queue.running)
+        spec, texts = work.engine.spec, any(other.running for other in running)
         most = self._prefill.most_rows(spec, work.cache.length) if self._prefill and texts else spec.max_width
         if work.num_rows > most and work.num_outputs == 1:
             request.next_pass, request.rest = work.split(most)
@@ -251,7 +251,7 @@ class Scheduler(Generic[C]):
         """End the latest requests that do not fit into the present size of an engine's cache, because a pass failed
         again. The caches grow no further until all requests have ended."""
         self._freed = False
-        started = [request for request in self.queue.running if request.next_pass]
+        started = [request for request in list(self.queue.running) if request.next_pass]
         if not isinstance(failed, Pass) or failed.engine.allocated is None:
             return
         self._set_slot_limit(failed.engine.allocated - self.slots.padding)

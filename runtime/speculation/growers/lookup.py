@@ -8,6 +8,7 @@ from ..graph.token_graph import ROOT, TokenGraph
 from ..planning.lookups import NO_MATCH, Match
 
 LENGTHS = (8, 6, 4, 3, 2)  # n-grams of a lookup that looks for long ones first
+MOST_ENTERED = 2048  # tokens at a lookup, about 10 ms: other texts wait meanwhile
 
 
 class PromptLookup:
@@ -22,11 +23,12 @@ class PromptLookup:
 
     def propose(self, text: Sequence[int]) -> Match:
         """Up to `length` tokens that followed the final n-gram. text: all tokens; it may only grow."""
-        for end in range(self._indexed, len(text)):
+        entered = min(len(text), self._indexed + MOST_ENTERED)
+        for end in range(self._indexed, entered):
             for ngram, ends in self._ends.items():
                 if end >= ngram:
                     ends[tuple(text[end - ngram : end])] = end
-        self._indexed = len(text)
+        self._indexed = entered
         for ngram, ends in self._ends.items():
             found = ends.get(tuple(text[-ngram:]))
             if found is not None:

@@ -17,19 +17,18 @@ class Device(NamedTuple):
     """name: a part of the driver's, of a GPU. bytes_per_second: of the memory. flops: dense, a GPU's in fp16."""
 
     name: str
-    memory_bytes: float
     bytes_per_second: float
     flops: float
 
 
 GPUS = (
-    Device("H100", 80e9, 3.35e12, 989e12),
-    Device("H200", 141e9, 4.8e12, 989e12),
-    Device("A100", 80e9, 2.04e12, 312e12),
-    Device("L40S", 48e9, 0.864e12, 362e12),
-    Device("RTX 4090", 24e9, 1.01e12, 165e12),
+    Device("H100", 3.35e12, 989e12),
+    Device("H200", 4.8e12, 989e12),
+    Device("A100", 2.04e12, 312e12),
+    Device("L40S", 0.864e12, 362e12),
+    Device("RTX 4090", 1.01e12, 165e12),
 )
-UNKNOWN_GPU = Device("", 24e9, 0.9e12, 150e12)
+UNKNOWN_GPU = Device("", 0.9e12, 150e12)
 # A small server's core: on two of a Zen 4 a row of 1.5B weights in 4 bits takes 6 ms, on two of a Zen 3 twice as long.
 CORE_FLOPS = 350e9
 
@@ -50,7 +49,7 @@ def gpu_named(name: str) -> Device:
 
 def processor(cores: int) -> Device:
     """A small server's processor."""
-    return Device("", 0.0, 36e9, CORE_FLOPS * cores)
+    return Device("", 36e9, CORE_FLOPS * cores)
 
 
 def pass_seconds(device: Device, sizes: PassSizes, rows: int, context: int) -> float:

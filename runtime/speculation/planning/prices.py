@@ -35,7 +35,7 @@ class ProposalTable(NamedTuple):
         return 1 + (source * self.shapes.grid[0] + kind) * self.most + depth - 1
 
 
-@lru_cache(maxsize=256)
+@lru_cache(maxsize=32)  # of up to 1 MiB
 def table_of(shapes: Shapes, most: int, sources: int) -> ProposalTable:
     """Cached: most requests have the same shapes."""
     grid = (shapes.grid[0], most)

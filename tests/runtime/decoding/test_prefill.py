@@ -212,3 +212,27 @@ def test_a_draft_that_begins_late_makes_no_other_text_wait() -> None:
     running.run()
     assert running.engines[1].rows > 600, "the draft was used"
     assert running.pauses[0] <= 0.050 + costs.target.at(20, 0)
+
+
+def test_requests_may_come_while_running_texts_are_looked_at() -> None:
+    """To read `running` stands for a switch to another thread, which adds a request."""
+    texts = Texts(COSTS, 50.0)
+
+    class Interrupted(Request[TokenChunk]):
+        __slots__ = ()
+
+        @property
+        def running(self) -> bool:  # type: ignore[override]
+            if len(texts.found) < 8:
+                texts.add(3, greedy(2))
+            return False
+
+        @running.setter
+        def running(self, value: bool) -> None: ...
+
+    for _ in range(2):
+        texts.add(100, greedy(2))
+    for request in texts.scheduler.queue.running:
+        request.__class__ = Interrupted
+    texts.run()
+    assert [len(tokens) for tokens in texts.found.values()] == [2] * 8

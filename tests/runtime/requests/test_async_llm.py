@@ -261,7 +261,9 @@ def test_a_bundle_is_opened_and_closed_with_it(tiny_bundle: Path) -> None:
         with AsyncLLM(tiny_bundle, speculative=None) as served:
             with pytest.raises(ConfigError, match="without its draft"):
                 served.generate("x", speculative=SpeculativeConfig())
-            return tokens_of(await collect(served.generate("hello", GREEDY)))
+            looked_up = await collect(served.generate("hello", GREEDY, speculative=SpeculativeConfig("lookup")))
+            assert looked_up[-1].stats.expected_tokens > 0, "planned by costs"
+            return tokens_of(looked_up)
 
     with LLM(tiny_bundle) as llm:
         assert asyncio.run(one()) == llm.generate("hello", GREEDY)[0].token_ids

@@ -107,3 +107,8 @@ def test_lookup_finds_the_last_earlier_occurrence(text: list[int], ngram: int, l
     ends = [end for end in range(ngram, len(text)) if text[end - ngram : end] == text[len(text) - ngram :]]
     found = ends and len(text) >= ngram
     assert lookup.propose(text) == (Match(ngram, text[ends[-1] : ends[-1] + length]) if found else NO_MATCH)
+
+
+def test_a_long_prompt_is_entered_in_parts() -> None:
+    lookup, text = PromptLookup((2,), 2), [*range(5000), 4000, 4001]
+    assert [lookup.propose(text) for _ in range(2)] == [NO_MATCH, Match(2, [4002, 4003])]
