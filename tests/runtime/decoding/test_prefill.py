@@ -222,7 +222,7 @@ def test_requests_may_come_while_running_texts_are_looked_at() -> None:
         __slots__ = ()
 
         @property
-        def running(self) -> bool:  # type: ignore[override]
+        def running(self) -> bool:
             if len(texts.found) < 8:
                 texts.add(3, greedy(2))
             return False

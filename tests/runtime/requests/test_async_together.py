@@ -64,7 +64,7 @@ def fakes(tiny_bundle: Path) -> Iterator[Pair]:
         patch.setitem(BACKENDS, "fake", POOLED)
         pair = Pair(opened(tiny_bundle, fake_engine), opened(tiny_bundle, remembering_engine))
         for llm in pair:
-            llm._costs = table(1.0, 0.1, row=0.1)
+            llm.costs = table(1.0, 0.1, row=0.1)
         yield pair
 
 
