@@ -200,9 +200,10 @@ class LLM(Closing):
             return self.speculative
         if speculative is None or speculative == self.speculative:
             return speculative
-        if speculative.drafts and self.draft is None and self.bundle.has_draft:
+        config = fitted(speculative, self.bundle)
+        if config.drafts and self.draft is None and self.bundle.has_draft:
             raise ConfigError("this model was opened without its draft: leave `speculative` out, or open it with one")
-        return fitted(speculative, self.bundle)
+        return config
 
     def chat(
         self,

@@ -1,4 +1,4 @@
-"""llama.cpp and ik_llama.cpp: llama-server on the files themselves.
+"""llama.cpp and ik_llama.cpp: llama-server on the files themselves, or on their weights in another format.
 
 A server's kind of proposals is fixed when it starts. Caches of prompts are off, since prompts recur. Keys and values
 stay fp16, the default. The default lengths of n-gram kinds are made for long texts, so that there are short ones, too.
@@ -19,21 +19,22 @@ SHORT = {"n": 3, "m": 8}  # tokens that must recur, and that are proposed
 
 
 def make(precision: str, conditions: Conditions) -> Program:
-    """precision: "file", or "bf16" for the file's weights in bf16."""
-    server, environment = find_server("llama.cpp", "libggml-cpu.so", conditions)
-    if precision != FILE:
-        target, draft = conditions.target, conditions.draft
-        conditions = conditions._replace(
-            target=as_bf16(target, precision, conditions), draft=draft and as_bf16(draft, precision, conditions)
-        )
-    return make_program("llama.cpp", server, precision, conditions, environment)
+    return make_any("llama.cpp", "libggml-cpu.so", precision, conditions)
 
 
 def make_ik(precision: str, conditions: Conditions) -> Program:
+    return make_any("ik_llama.cpp", "libggml.so", precision, conditions)
+
+
+def make_any(name: str, kernels: str, precision: str, conditions: Conditions) -> Program:
+    """precision: "file", or "bf16" or "q8_0" for the file's weights in that format."""
+    server, environment = find_server(name, kernels, conditions)
     if precision != FILE:
-        raise RequestError(f"ik_llama.cpp runs here on the file itself, not at {precision!r}: ik_llama.cpp/{FILE}")
-    server, environment = find_server("ik_llama.cpp", "libggml.so", conditions)
-    return make_program("ik_llama.cpp", server, FILE, conditions, environment)
+        target, draft = conditions.target, conditions.draft
+        conditions = conditions._replace(
+            target=converted(target, precision, conditions), draft=draft and converted(draft, precision, conditions)
+        )
+    return make_program(name, server, precision, conditions, environment)
 
 
 def find_server(name: str, kernels: str, conditions: Conditions) -> tuple[Path, tuple[tuple[str, str], ...]]:
@@ -117,18 +118,18 @@ def without_kind(start: tuple[str, ...]) -> tuple[str, ...]:
     return start[:at] + start[at + 2 :]
 
 
-def as_bf16(model: Path, precision: str, conditions: Conditions) -> Path:
-    """A file's weights in bf16, made once. Raises RequestError for another precision."""
-    if precision != "bf16":
-        raise RequestError(f"llama.cpp runs here at {FILE} or bf16, not {precision!r}")
-    made = conditions.work / "models" / f"{model.stem}-bf16.gguf"
+def converted(model: Path, precision: str, conditions: Conditions) -> Path:
+    """A file's weights in another format, made once. Raises RequestError for an unknown one."""
+    if precision not in ("bf16", "q8_0"):
+        raise RequestError(f"llama-server runs here at {FILE}, bf16 or q8_0, not {precision!r}")
+    made = conditions.work / "models" / f"{model.stem}-{precision}.gguf"
     if not made.is_file():
         made.parent.mkdir(parents=True, exist_ok=True)
         unfinished = made.with_suffix(".unfinished")
         quantize = installed(
             conditions.work / "llama.cpp" / "build" / "bin" / "llama-quantize", "llama.cpp", conditions
         )
-        run(quantize, "--allow-requantize", model, unfinished, "BF16")
+        run(quantize, "--allow-requantize", model, unfinished, precision.upper())
         unfinished.rename(made)
     return made
 
