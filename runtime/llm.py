@@ -75,7 +75,8 @@ class LLM(Closing):
         speculative: the default configuration; None decodes plainly and does not open the draft. threads: of the
         target's engine; 0 lets the backend choose. draft_threads: see EngineBundle.open_draft. provider: "cpu" or
         "cuda". private_weights: copy the weights, where otherwise files are mapped. `stale_costs` has the differences
-        between this machine and that of the stored cost table. Raises any DraftwoodError but RequestError.
+        between this machine and that of the stored cost table; none without speculation. Raises any DraftwoodError but
+        RequestError.
         """
         asked, speculative = with_others(Model.of(model, draft, precision, max_length), speculative, others)
         self.bundle = EngineBundle.open(bundle_of(asked), private_weights)

@@ -251,7 +251,8 @@ class Scheduler(Generic[C]):
         """End the latest requests that do not fit into the present size of an engine's cache, because a pass failed
         again. The caches grow no further until all requests have ended."""
         self._freed = False
-        started = [request for request in list(self.queue.running) if request.next_pass]
+        running = list(self.queue.running)  # a copy: other threads add requests meanwhile
+        started = [request for request in running if request.next_pass]
         if not isinstance(failed, Pass) or failed.engine.allocated is None:
             return
         self._set_slot_limit(failed.engine.allocated - self.slots.padding)

@@ -96,7 +96,7 @@ INLINE void add_codes(const int count, i32 *sums, const i32 *codes, i32 row, con
         sums[v] = at_once(bits == 4 ? _mm256_add_epi16((__m256i)sums[v], (__m256i)part[v]) : (__m256i)(sums[v] + part[v]));
 }
 
-/* Both products of 5 or 6 bits fit 16 bits together, at most 32004. */
+/* The same with eight inputs at once: four products of 5 or 6 bits fit 16 bits, at most 4 * 63 * 127. */
 #define EIGHTS 1
 INLINE void add_eights(const int count, i32 *sums, const i32 *low, const i32 *high, i32 row, i32 other) {
     i32 part[VECTORS], more[VECTORS];

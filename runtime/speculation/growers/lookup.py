@@ -22,7 +22,8 @@ class PromptLookup:
         self._ends: dict[int, dict[tuple[int, ...], int]] = {ngram: {} for ngram in ngrams}
 
     def propose(self, text: Sequence[int]) -> Match:
-        """Up to `length` tokens that followed the final n-gram. text: all tokens; it may only grow."""
+        """Up to `length` tokens that followed the final n-gram. text: all tokens; it may only grow.
+        What is not yet entered of a long one is not found."""
         entered = min(len(text), self._indexed + MOST_ENTERED)
         for end in range(self._indexed, entered):
             for ngram, ends in self._ends.items():
