@@ -38,8 +38,8 @@ LOOKUPS = 24  # measured rounds with a prompt lookup in each turn
 
 def contexts_of(max_length: int) -> tuple[int, ...]:
     """The contexts to measure for so many tokens of prompt and output."""
-    fitting = tuple(context for context in CONTEXTS if context <= max_length) or CONTEXTS[:1]
-    return fitting if max_length <= CONTEXTS[-1] else (*fitting, min(max_length, LONGEST))
+    contexts = tuple(context for context in CONTEXTS if context <= max_length) or CONTEXTS[:1]
+    return contexts if max_length <= CONTEXTS[-1] else (*contexts, min(max_length, LONGEST))
 
 
 def brief_contexts(max_length: int) -> tuple[int, ...]:
@@ -62,23 +62,21 @@ def measure(
     seconds: for one context, shared by its narrow widths, which most plans have, and for the time of the host. stopped:
     whether what has been measured so far shall do.
 
-    Raises ConfigError if no context fits.
+    Raises ConfigError if one does not fit.
     """
     contexts = contexts or contexts_of(pair.max_length)
     if min(contexts) < 1:
         raise ConfigError(f"contexts must be at least 1, the tokens before a pass, not {min(contexts)}")
-    fitting = tuple(context for context in sorted(set(contexts)) if context <= pair.max_length)
-    if not fitting or repeats < 1:
-        raise ConfigError(
-            f"no context of {list(contexts)} fits this bundle's {pair.max_length} tokens: name shorter ones"
-        )
+    if (longest := max(contexts)) > pair.max_length:
+        raise ConfigError(f"a context of {longest} exceeds this bundle's {pair.max_length} tokens: name shorter ones")
+    contexts = tuple(sorted(set(contexts)))
     medians: dict[str, list[tuple[float, ...]]] = {role: [] for role in pair.engines}
     further: list[tuple[float, ...]] = []
     spreads: list[float] = []
-    for context in fitting:
+    for context in contexts:
         if spreads and stopped():
             break
-        step, least = (STEP, EVERY) if context == fitting[0] else (FAR_STEP, 1)
+        step, least = (STEP, EVERY) if context == contexts[0] else (FAR_STEP, 1)
         asked = sorted(
             {width for engine in pair.engines.values() for width in thinned_out(engine.spec.widths, step, least)}
         )
@@ -97,7 +95,7 @@ def measure(
     for role, engine in pair.engines.items():
         backend = describe_backend(engine.spec.backend)
         costs[role] = PassCosts(
-            engine.spec.widths, fitting[: len(medians[role])], tuple(medians[role]), backend.pads, not backend.panels
+            engine.spec.widths, contexts[: len(medians[role])], tuple(medians[role]), backend.pads, not backend.panels
         )
     draft = costs.get(DRAFT)
     again = None if draft is None else replace(draft, seconds=tuple(further))

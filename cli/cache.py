@@ -30,16 +30,17 @@ def add_parser(commands: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     folder, console = cached_bundles(), Console()
-    found = {path.name: path for path in sorted(folder.iterdir())} if folder.is_dir() else {}
-    bundles = {name: path for name, path in found.items() if (path / MANIFEST).is_file()}
+    bundles = {name: path for name, path in contents(folder).items() if (path / MANIFEST).is_file()}
     if args.remove and (unknown := [name for name in args.remove if name not in bundles]):
         near = nearest(unknown[0], bundles) or ": draftwood cache lists the names"
         raise RequestError(f"there is no bundle {unknown[0]!r} in {folder}{near}")
-    if removed := list(found) if args.remove_all else args.remove or []:
+    if args.remove or (args.remove_all and contents(folder)):
         with building(folder / "removed", lambda: None):  # what another process builds now is not left over
-            for name in removed:
-                shutil.rmtree(found[name])
-        say(console, f"Removed {', '.join(removed)}")
+            found = contents(folder)
+            removed = [name for name in args.remove or found if name in found]
+            for path in map(found.__getitem__, removed):
+                shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
+        say(console, f"Removed {', '.join(removed) or 'nothing'}")
         return 0
     table = Table("bundle", "MB", "built", box=box.SIMPLE, pad_edge=False)
     for name, path in bundles.items():
@@ -50,6 +51,10 @@ def run(args: argparse.Namespace) -> int:
     total = sum(map(size, bundles.values()))
     say(console, f"{len(bundles)} bundles, {total / 1e6:.0f} MB, in {folder}")
     return 0
+
+
+def contents(folder: Path) -> dict[str, Path]:
+    return {path.name: path for path in sorted(folder.iterdir())} if folder.is_dir() else {}
 
 
 def size(folder: Path) -> int:

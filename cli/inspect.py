@@ -101,7 +101,8 @@ def run(args: argparse.Namespace) -> int:
 
 def show_machine(args: argparse.Namespace) -> int:
     """What this machine can run. Raises ConfigError for options that need a bundle."""
-    given = [name for name, value in (("--open", args.open), ("--chat-template", args.chat_template)) if value]
+    options = {"--open": args.open, "--verify": args.verify, "--chat-template": args.chat_template}
+    given = [name for name, value in options.items() if value]
     if given or args.requests is not None:
         raise ConfigError(f"{(*given, '--requests')[0]} needs a bundle: draftwood inspect BUNDLE")
     found = abilities(look_around())

@@ -195,7 +195,7 @@ def add_limits(group: argparse._ArgumentGroup) -> None:
         "lower --max-running to the caches that fit into this memory (default: requests wait until caches fit into "
         f"{100 * CACHE_SHARE:.0f} %% of the available memory)"
     )
-    group.add_argument("--kv-cache-bytes", type=int, help=words)
+    group.add_argument("--kv-cache-bytes", type=positive, help=words)
     words = (
         "the most time that a running text waits for the prompts of others between two of its chunks, by the measured "
         f"costs of the bundle (default {MAX_PAUSE_MS:g})"

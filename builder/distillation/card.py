@@ -95,7 +95,7 @@ def card(origin: Origin, config: LlamaConfig, trimmed: int | None, figures: Mapp
 # A draft for {origin.name}
 
 A small language model that drafts for {origin.name} in speculative decoding. Its text alone is worth little. \
-`draftwood distill` made it: the target wrote {figures["text_tokens"]:,} tokens of conversations, and this model \
+`draftwood distill` made it: the target wrote conversations of {figures["text_tokens"]:,} tokens, and this model \
 learned the target's distributions at each of them.
 
 {sizes}. {written}

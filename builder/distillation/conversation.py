@@ -63,5 +63,8 @@ def encode(tokenizer: Tokenizer, text: str) -> list[int]:
 
 
 def questions_of(tokenizer: Tokenizer, prompts: list[str]) -> list[list[int]]:
-    """The user's prompts as token ids, to stand after `Layout.before`."""
-    return [ids for prompt in prompts if (ids := tokenizer.encode(prompt, add_special_tokens=False))]
+    """The user's prompts as token ids, to stand after `Layout.before`. Raises ConfigError where all are empty."""
+    found = [ids for prompt in prompts if (ids := tokenizer.encode(prompt, add_special_tokens=False))]
+    if prompts and not found:
+        raise ConfigError("all --prompts are empty: give some text, or leave them out")
+    return found

@@ -35,7 +35,7 @@ from ..torch_settings import is_half_fast, torch_settings
 from .batches import Batch, pack, training_batches
 from .card import origin_of
 from .conversation import layout_of, questions_of
-from .draft import FIGURES, Report, Start, check_beginning, read_start, write_draft
+from .draft import FIGURES, Report, Start, check_beginning, outputs_of, read_start, write_draft
 from .head import STEPS, HeadNetwork, head_config, initialise_head, taps_of
 from .loss import Acceptance, estimate
 from .network import DraftNetwork, draft_config, initialise
@@ -52,7 +52,7 @@ from .state import (
     write_json,
     write_text,
 )
-from .target import COLUMNS, TextTarget, check_target, compile_target
+from .target import COLUMNS, TextTarget, check_target, compile_target, digest
 from .text import TextCounts, TextLimits, TextWriter, fingerprint
 from .training import MEASURED_SECONDS, Progress, Schedule, Trainer
 
@@ -92,14 +92,15 @@ def distill(options: DistillOptions, begin: Begin, watch: Watch = Watch()) -> Di
     if options.output.exists() and not replaceable(options.output, FIGURES):
         raise ConfigError(f"{options.output} exists and is no distilled draft: choose another --output")
     check_target(target, options.folder / "target")
-    write_training_text(options, target, begin, watch)
+    seed = options.seed if start is None else options.seed ^ int(digest(start.checkpoint)[:8], 16)  # other texts
+    write_training_text(options, target, seed, begin, watch)
     if not options.training_seconds:
         return DistillResult(options.output, {})
     with locked(options.folder / "training"), torch_settings(options.threads):
         return train(options, target, config, start, begin, watch)
 
 
-def write_training_text(options: DistillOptions, target: Checkpoint, begin: Begin, watch: Watch) -> None:
+def write_training_text(options: DistillOptions, target: Checkpoint, seed: int, begin: Begin, watch: Watch) -> None:
     """Let the target write until the time for text is spent."""
     folder = options.folder
     spent = read_seconds(folder / TEXT_SECONDS)
@@ -120,13 +121,13 @@ def write_training_text(options: DistillOptions, target: Checkpoint, begin: Begi
         if longest > spec.capacity - spec.max_width:
             raise ConfigError(
                 f"the longest text would have {longest} tokens, and the target holds {spec.capacity - spec.max_width}: "
-                "shorten the longest of the --prompts"
+                + ("shorten the longest of the --prompts" if questions else "no draft can be made for so short a one")
             )
         store = store_of(options, target)
         if questions and options.training_seconds:
             check_held_out(questions, store)
         with TextTarget(bundle, options.requests, options.threads) as engine:
-            writer = TextWriter(engine, layout, store, questions, options.requests, options.seed, watch.limits)
+            writer = TextWriter(engine, layout, store, questions, options.requests, seed, watch.limits)
             started = watch.clock() - spent
             for counts in writer.write(lambda: watch.clock() - started >= options.text_seconds):
                 seconds = watch.clock() - started
@@ -175,7 +176,7 @@ def train(
         network = HeadNetwork(replace(config, draft_vocab_size=len(kept)), options.context + STEPS, kept)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     file = options.folder / "training" / CHECKPOINT
-    check_beginning(file.parent, start, continued=file.is_file())
+    earlier = check_beginning(file.parent, start, continued=file.is_file())
     if isinstance(network, HeadNetwork):
         initialise_head(network, target, held_out, options.seed)
     elif start is None:
@@ -187,6 +188,7 @@ def train(
     trainer = Trainer(network, rate, device, is_half_fast(device))
     if file.is_file():
         trainer.load(file)
+    trainer.judge_anew(held_out)
     batches = training_batches(store, sequences, options.context, options.seed + trainer.progress.steps)
     schedule = Schedule(options.training_seconds, watch.clock, watch.measured, watch.step)
     origin = origin_of(target.path, options.target)
@@ -194,7 +196,7 @@ def train(
 
     def publish(found: Acceptance) -> dict[str, Any]:
         states = some_states(network, held_out) if options.full_vocabulary else None
-        figures = figures_of(trainer, found, coverage) | ({} if start is None else {"started_from": start.earlier})
+        figures = figures_of(trainer, found, coverage) | ({} if start is None else {"started_from": earlier})
         report = Report(figures, acceptance_svg(*trainer.progress.pictured()))
         return write_draft(options.output, network, target, origin, report, states)
 
@@ -212,7 +214,8 @@ def train(
             f"{sequences} x {options.context} tokens beside the held-out ones: give more --minutes, or lower "
             "--batch or --context"
         )
-    if not (options.output / FIGURES).is_file():
+    outputs = None if options.full_vocabulary or (config.reads and len(kept) == config.vocab_size) else len(kept)
+    if not (options.output / FIGURES).is_file() or outputs_of(options.output) != outputs:
         figures = publish(estimate(network, [batch.to(device) for batch in held_out]))
     return DistillResult(options.output, figures or read_object(options.output / FIGURES, own=True))
 
@@ -224,8 +227,8 @@ def special_tokens(options: DistillOptions, target: Checkpoint, begin: Begin) ->
 
 
 def held_out_batches(store: TextStore, context: int) -> list[Batch]:
-    """The first texts that are kept from training, up to MAX_HELD_OUT answer tokens at each temperature. The same
-    texts as in earlier runs, so that estimates compare. Empty where no text is held out."""
+    """The first texts that are kept from training, up to MAX_HELD_OUT answer tokens at each temperature: those of
+    earlier runs, and more where these were fewer. Empty where no text is held out."""
     counts, chosen = dict.fromkeys(range(ANSWER, ANSWER + len(ANSWER_TEMPERATURES)), 0), list[WrittenText]()
     for text in store.read():
         kind = int(text.kinds.max())

@@ -8,6 +8,7 @@ projection is its rows of these tokens. A head has rows of its own, and neither 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -198,31 +199,44 @@ def read_start(folder: Path, target: Checkpoint) -> Start:
         figures = read_object(folder / FIGURES)
     except (OSError, ValueError) as error:
         raise ConfigError(f"{folder / FIGURES} cannot be read ({error}): give a folder of `distill`") from error
-    earlier = {name: figures[name] for name in EARLIER if isinstance(figures.get(name), int | float)}
+    earlier = {name: figures[name] for name in EARLIER if is_finite(figures.get(name))}
     config = replace(config, draft_vocab_size=None, tie_embeddings=True)
     return Start(checkpoint, config, kept.astype(np.int64), earlier)
 
 
-def check_beginning(folder: Path, start: Start | None, continued: bool) -> None:
-    """Raises ConfigError if the training in a folder is continued with another --from than it began with. Writes what a
-    new one begins with: the draft's folder, too, since a draft may be written over the one that it began with."""
+def check_beginning(folder: Path, start: Start | None, continued: bool) -> Mapping[str, Any]:
+    """Returns the figures of the draft with which the training in a folder began. Raises ConfigError if it is continued
+    with another --from. Writes what a new one begins with: the draft's folder, too, since a draft may be written over
+    the one that it began with."""
     file, given = folder / BEGINNING, None if start is None else start.checkpoint
     beginning = {} if given is None else {"from": str(given.path.resolve()), "digest": digest(given)}
+    figures: Mapping[str, Any] = {} if start is None else start.earlier
     if not continued:
-        write_json(file, beginning)
-        return
+        write_json(file, beginning | {FIGURES: figures})
     if not file.is_file():
-        return
+        return figures
     try:
         earlier = read_object(file, own=True)
     except (OSError, ValueError) as error:
         raise ConfigError(f"{file} is not readable ({error}): remove it") from error
+    then = earlier.pop(FIGURES, None)
     same = (name for name in beginning if earlier.get(name) == beginning[name])
     if earlier != beginning and next(same, None) is None:
         raise ConfigError(
             f"{folder} holds a training that began with another --from, or with none: give the same as then, choose "
             f"another --state, or remove {folder}, which keeps the texts"
         )
+    return figures if then is None else then
+
+
+def outputs_of(folder: Path) -> int | None:
+    """The tokens that the draft in a folder writes; None for all."""
+    found: int | None = read_object(folder / "config.json", own=True).get("draft_vocab_size")
+    return found
+
+
+def is_finite(value: object) -> bool:
+    return isinstance(value, int | float) and math.isfinite(value)
 
 
 def is_tied(checkpoint: Checkpoint, kept: NDArray[np.int64]) -> bool:

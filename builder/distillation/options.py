@@ -78,6 +78,16 @@ class DistillOptions:
                 raise ConfigError(f"{name} cannot be given beside --from: the draft in {self.start} has its own")
         if self.head_dim is not None and self.head_dim % 2:
             raise ConfigError(f"head_dim ({self.head_dim}) must be even: rotary positions need pairs")
+        state, output = self.folder.resolve(), self.output.resolve()
+        if output in (state, *state.parents):
+            raise ConfigError(
+                f"the state {self.folder} lies in {self.output}, which each better draft replaces: move it"
+            )
+        if self.full_vocabulary and self.start is not None and self.start.resolve() == output:
+            raise ConfigError(
+                "--full-vocabulary would replace the draft of --from by one that no training can begin "
+                "with: choose another --output"
+            )
         if self.kind not in (None, *BATCH):
             raise ConfigError(f"kind must be {' or '.join(BATCH)}, not {self.kind}")
         if self.kind == "states" and (given := next((name for name in PLAIN if getattr(self, name)), None)):
@@ -104,4 +114,5 @@ class DistillOptions:
     @property
     def folder(self) -> Path:
         """The state folder."""
-        return self.output.with_name(f"{self.output.name}.state") if self.state is None else self.state
+        output = self.output.resolve()
+        return output.with_name(f"{output.name}.state") if self.state is None else self.state

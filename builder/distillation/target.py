@@ -36,6 +36,7 @@ from .state import id_type, write_json
 LONGEST = 1536  # tokens of a text that the target writes
 RETAINED = 2048  # slots for the rows of common prefixes
 COLUMNS = 32  # K
+MOST = float(np.finfo(np.float16).max)
 SHARE = 1e-5  # tokens below this share of the most probable one's probability count as tail
 
 
@@ -172,6 +173,6 @@ def recorded(
             if step.output_read:
                 rows.append(select(answer.logits[0]))  # now: the next pass overwrites the logits
             if states is not None and answer.states is not None:
-                states.append(answer.states[: step.batch.num_tokens].astype(np.float16))
+                states.append(answer.states[: step.batch.num_tokens].clip(-MOST, MOST).astype(np.float16))
     finally:
         steps.close()

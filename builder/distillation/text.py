@@ -44,7 +44,7 @@ class TextLimits(NamedTuple):
 
     def longest(self, layout: Layout, questions: Sequence[Sequence[int]]) -> int:
         """The most tokens of a text."""
-        asked = max(map(len, questions), default=max(self.question, self.opening))
+        asked = max(map(len, questions), default=self.question if layout.is_chat else self.opening)
         turn = asked + len(layout.after) + self.answer
         again = 0 if layout.between is None or questions else len(layout.between) + turn
         return len(layout.before) + turn + again

@@ -50,6 +50,7 @@ class Progress(NamedTuple):
     steps: int = 0
     tokens: int = 0
     best: float = 0.0  # the highest mean acceptance so far
+    judged: tuple[int, ...] = ()  # held-out places and written tokens, of which it is the estimate
     curve: tuple[Point, ...] = ()
 
     def pictured(self) -> list[dict[str, list[tuple[float, float]]]]:
@@ -150,6 +151,11 @@ class Trainer:
             if batch is None:
                 break
             losses.append(self.step(batch, rate_at(self.progress, schedule.seconds)))
+            if not math.isfinite(losses[-1]):
+                raise ConfigError(
+                    "the training has failed: its loss is no number. Give a smaller --learning-rate; the same command "
+                    "goes on from the last estimate"
+                )
             seconds = schedule.clock() - begin
             self.progress = self.progress._replace(
                 seconds=seconds, steps=self.progress.steps + 1, tokens=self.progress.tokens + batch.tokens.numel()
@@ -169,6 +175,14 @@ class Trainer:
         point = Point(now.seconds, now.tokens, text_tokens, mean, found.values, found.loss)
         self.progress = now._replace(curve=(*now.curve, point))
         return found
+
+    def judge_anew(self, held_out: Sequence[Batch]) -> None:
+        """Forget the best estimate where more text is held out than before, or other tokens are written."""
+        judged = sum(int(batch.scored.sum()) for batch in held_out), len(self.network.kept)
+        if self.progress.steps and judged != self.progress.judged:
+            best = estimate(self.network, [batch.to(self._device) for batch in held_out]).mean
+            self.progress = self.progress._replace(best=best)
+        self.progress = self.progress._replace(judged=judged)
 
     def improve(self, found: Acceptance) -> bool:
         """Whether an estimate is the best so far; remembers it."""

@@ -14,8 +14,8 @@ prompt + X_<t itself, all in one pass with a tree mask. Held-out examples are al
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from typing import NamedTuple
 
@@ -103,7 +103,8 @@ def collect(
     q = Reader(draft, padding, capacity).read(torch.cat((prefix, x), 1), rows - 1).logits
     if kept_tokens is not None:  # the draft never draws another token
         q = torch.full_like(p, -torch.inf).index_copy(-1, torch.from_numpy(kept_tokens), q)
-    y, p_acc = soft_labels(p, q, generator)
+    drawn = [soft_labels(p[i : i + 1], q[i : i + 1], generator) for i in range(len(x))]  # bounds the memory
+    y, p_acc = map(torch.cat, zip(*drawn, strict=True))
     if mixing_ratio is None:
         return Examples(branched(draft, responses, y)[valid], p_acc[valid])
     z, drafted = mix(x, y, mixing_ratio, generator)
@@ -129,20 +130,21 @@ def sample_responses(
     ends = torch.tensor(eos, dtype=torch.int64)
     reader = Reader(target, padding, longest + max_new_tokens)
     rows, going = prefix, torch.ones(len(prompts), dtype=torch.bool)
-    x, p, valid = [], [], []
-    for _ in range(max_new_tokens):
+    x, valid = [], []
+    p = torch.empty(len(prompts), max_new_tokens, target.config.vocab_size)  # once: it is the most of the memory
+    for step in range(max_new_tokens):
         logits = reader.read(rows, torch.tensor([rows.shape[1] - 1])).logits[:, 0]
         if temperature == 0:
             rows = logits.argmax(-1, keepdim=True)
         else:
             rows = torch.multinomial((logits / temperature).softmax(-1), 1, generator=generator)
         x.append(rows[:, 0])
-        p.append(logits)
+        p[:, step] = logits
         valid.append(going)
         going = going & ~torch.isin(rows[:, 0], ends)
         if not going.any():
             break
-    return Responses(prefix, padding, torch.stack(x, 1), torch.stack(p, 1), torch.stack(valid, 1))
+    return Responses(prefix, padding, torch.stack(x, 1), p[:, : len(x)], torch.stack(valid, 1))
 
 
 def soft_labels(p: Tensor, q: Tensor, generator: torch.Generator) -> Labels:
@@ -200,7 +202,8 @@ class Collected:
         asked = {name: str(value) for name, value in asdict(options).items() if name not in ("output", "epochs")}
         contents = [digest(options.target), digest(options.draft)]
         key = checksum({"options": asked, "models": contents, "prompts": [list(prompt) for prompt in prompts]})
-        self.folder = options.output.with_name(f"{options.output.name}.state")
+        output = options.output.resolve()
+        self.folder = output.with_name(f"{output.name}.state")
         self._key = key[:12]
         if found := len(list(self.folder.glob(f"{self._key}-*.safetensors"))):
             remark(begin, f"Going on with {self.folder}: it has the examples of {found} batches")
@@ -228,5 +231,8 @@ class Collected:
             raise ConfigError(f"{file} cannot be used ({error}): remove it") from error
 
     def remove(self) -> None:
-        """Remove the folder, when the head is written."""
-        shutil.rmtree(self.folder, ignore_errors=True)
+        """Remove the examples, and the folder if nothing else is in it, when the head is written."""
+        with suppress(OSError):
+            for file in self.folder.glob(f"{self._key}-*.safetensors"):
+                file.unlink()
+            self.folder.rmdir()

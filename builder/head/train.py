@@ -101,8 +101,9 @@ def encode(
             f"ask for fewer than {room + options.max_new_tokens}"
         )
     encoded = [tokenizer.encode(prompt)[-min(room, options.max_prompt_tokens) :] for prompt in prompts]
+    encoded = [list(prompt) for prompt in dict.fromkeys(map(tuple, encoded))]  # none is both trained on and held out
     if len(encoded) < 2:
-        raise RequestError("a head needs at least 2 prompts: one to train on and one to hold out")
+        raise RequestError("a head needs at least 2 different prompts: one to train on and one to hold out")
     if not all(encoded):
         raise RequestError("a prompt is empty and this tokenizer adds no begin-of-text token: give it some text")
     check_known(chain(*encoded), tokenizer, checkpoints[TARGET].config.vocab_size, "a prompt")

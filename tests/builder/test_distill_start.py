@@ -18,7 +18,7 @@ from draftwood.builder.checkpoints.checkpoint import Checkpoint
 from draftwood.builder.distillation import distill as distill_module
 from draftwood.builder.distillation.card import EARLIER
 from draftwood.builder.distillation.distill import DistillResult
-from draftwood.builder.distillation.draft import is_tied, read_start
+from draftwood.builder.distillation.draft import check_beginning, is_tied, read_start
 from draftwood.builder.distillation.loss import estimate
 from draftwood.builder.distillation.network import DraftNetwork
 from draftwood.builder.distillation.state import TextStore
@@ -41,6 +41,8 @@ def test_a_training_begins_with_an_earlier_draft(draft: Path, target: Path, tmp_
     earlier = json.loads((draft / "distillation.json").read_text())
     assert figures["vocabulary"] == 64 and figures["hidden"] == 32
     assert figures["started_from"] == {name: earlier[name] for name in EARLIER}
+    start = read_start(draft, Checkpoint(target))._replace(earlier={})
+    assert check_beginning(state / "training", start, continued=True) == figures["started_from"]
     assert "began with an earlier draft" in (tmp_path / "next" / "README.md").read_text()
     first = json.loads((state / "training.json").read_text())["curve"][0]["loss"]
     assert first == pytest.approx(estimate_of(draft, target, state), rel=1e-3)  # both are rounded to bf16

@@ -95,6 +95,13 @@ def test_training_goes_on_from_a_checkpoint_as_if_it_had_not_stopped(target: Pat
     other = Trainer(DraftNetwork(config, 32, np.arange(64)), 0.003, CPU, False)
     with pytest.raises(ConfigError, match="give the same sizes as before"):
         other.load(file)
+    best = resumed.progress.best
+    for held_out, judged in ((batches[:1], estimate(resumed.network, batches[:1]).mean), (batches[:1], 1.0)):
+        resumed.judge_anew(held_out)
+        assert resumed.progress.best == judged > best
+        resumed.progress = resumed.progress._replace(best=1.0)
+    with pytest.raises(ConfigError, match="its loss is no number"):
+        trained(network_of(target), [batches[0]._replace(tails=batches[0].tails * torch.nan)], 1e6)
     file.write_bytes(file.read_bytes()[:1000])
     with pytest.raises(ConfigError, match="no checkpoint"):
         other.load(file)
@@ -146,8 +153,10 @@ def test_the_same_command_does_nothing_more_and_more_minutes_go_on(draft: Path, 
     steps = last_steps(tmp_path)
     result = distilled(options(target, copied))
     assert last_steps(tmp_path) == steps and result.figures["vocabulary"] == 64
+    distilled(options(target, copied, full_vocabulary=True))
+    assert last_steps(tmp_path) == steps and Checkpoint(copied).config.draft_vocab_size is None
     distilled(options(target, copied, minutes=11, text_minutes=6))
-    assert last_steps(tmp_path) > steps
+    assert last_steps(tmp_path) > steps and Checkpoint(copied).config.draft_vocab_size == 64
 
 
 def last_steps(folder: Path) -> int:
@@ -208,6 +217,15 @@ def test_impossible_sizes_are_refused_before_any_text(target: Path, tmp_path: Pa
     with pytest.raises(ConfigError):
         distilled(options(target, tmp_path / "draft", **changed))
     assert not (tmp_path / "draft.state").exists()
+
+
+def test_what_a_better_draft_would_replace_is_refused(target: Path, tmp_path: Path) -> None:
+    output = tmp_path / "draft"
+    for state in (output, output / "state"):
+        with pytest.raises(ConfigError, match="which each better draft replaces"):
+            options(target, output, state=state)
+    with pytest.raises(ConfigError, match="choose another --output"):
+        options(target, output, start=output, full_vocabulary=True, hidden=None)
 
 
 def test_an_existing_folder_that_is_no_draft_is_kept(target: Path, tmp_path: Path) -> None:

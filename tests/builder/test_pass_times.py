@@ -73,7 +73,7 @@ def test_every_width_is_measured_behind_every_context_that_fits(tiny_bundle: Pat
     engines = {role: bundle.open_engine(role, threads=1) for role in ROLES}
     longest = bundle.manifest.max_length
     given = Pair(engines, longest, {"threads": 1})
-    costs = measure(given, counted(left), contexts=(16, 8, 16, longest + 1), repeats=2)
+    costs = measure(given, counted(left), contexts=(16, 8, 16), repeats=2)
     for role, passes in zip(ROLES, (costs.target, costs.draft), strict=True):
         assert passes is not None and passes.widths == engines[role].spec.widths and passes.contexts == (8, 16)
         assert all(list(row) == sorted(row) and row[0] > 0 for row in passes.seconds)
@@ -81,7 +81,7 @@ def test_every_width_is_measured_behind_every_context_that_fits(tiny_bundle: Pat
     assert costs.greedy.round > 0 or costs.greedy.token > 0
     assert len(left) == 3 and set(left.values()) == {0}
     with pytest.raises(ConfigError, match="name shorter ones"):
-        measure(given, quiet, contexts=(10**6,))
+        measure(given, quiet, contexts=(8, longest + 1))
 
 
 def test_a_long_context_is_filled_without_computing_it(tiny_bundle: Path) -> None:

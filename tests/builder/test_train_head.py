@@ -20,6 +20,7 @@ from draftwood.builder.head.network import AcceptanceHead
 from draftwood.builder.head.train import HELD_OUT, acceptance_loss, fit, gather, judge
 from draftwood.builder.head.training import HeadResult, HeadTraining
 from draftwood.models import bindings
+from draftwood.models.errors import RequestError
 from draftwood.models.head_config import HeadConfig
 from draftwood.models.llama import Llama
 
@@ -42,6 +43,8 @@ def test_an_interrupted_training_goes_on_and_gives_the_same_head(
     small: dict[str, int] = {"texts": 6, "batch_size": 2, "epochs": 1, "max_new_tokens": 6, "layers": 1}
     models, prompts = (tiny_pair / "target", tiny_pair / "draft"), ["one", "two", "three", "four"]
     plain, resumed = (HeadTraining(*models, tmp_path / name, **small) for name in ("plain", "resumed"))  # type: ignore[arg-type]
+    with pytest.raises(RequestError, match="2 different prompts"):
+        train_module.train_head(plain, ["one", "one"], quiet)
     train_module.train_head(plain, prompts, quiet)
     calls, titles = list[int](), list[str]()
 

@@ -88,7 +88,7 @@ def test_trainings_with_such_a_token_are_refused(folder: Path, tmp_path: Path, m
     monkeypatch.setattr(distill, "compile_target", tokenizer_only)
     options = DistillOptions(folder, tmp_path / "draft", 30, state=tmp_path / "state", questions=tuple(prompts))
     with pytest.raises(ConfigError, match=f"a prompt {REFUSED}"):
-        distill.write_training_text(options, Checkpoint(folder), quiet, distill.Watch())
+        distill.write_training_text(options, Checkpoint(folder), 0, quiet, distill.Watch())
 
 
 @pytest.mark.parametrize(("size", "draft_size"), [(270, None), (270, 270), (VOCAB_SIZE, 270)])

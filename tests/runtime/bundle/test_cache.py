@@ -155,6 +155,7 @@ def test_the_cache_is_listed_and_emptied(model: Path, bundles: Path, capsys: pyt
     assert main(["cache", "--remove", name]) == 0 and not list(bundles.iterdir())
     kept.rename(bundles / name)
     (bundles / f".{name}.partial-0").mkdir()  # of a killed build
+    (bundles / "note").touch()
     assert main(["cache", "--remove-all"]) == 0 and not list(bundles.iterdir())
 
 
