@@ -39,6 +39,10 @@ class ConfigError(DraftwoodError):
     """Settings that contradict each other, or that would change the output distribution."""
 
 
+class NoRoomError(ConfigError):
+    """There is too little memory for a model just now."""
+
+
 T = TypeVar("T")
 
 

@@ -11,10 +11,10 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
-from itertools import count
+from itertools import chain, count
 from typing import NamedTuple
 
-from ...models.errors import ConfigError, DraftwoodError
+from ...models.errors import DraftwoodError, NoRoomError
 from ..engines.limits import available_bytes
 from ..engines.shared.memory import CACHE_SHARE, OutOfMemoryError
 from ..llm import LLM
@@ -105,7 +105,7 @@ class Models:
     async def _wait(self, model: Shelved) -> None:
         """Wait until a model is open, and taken for this request: else another request could close it first."""
         if self._draining:
-            raise ShutdownError("this server is stopping and opens no further models: send requests to another one")
+            raise stopping()
         place: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         model.places.append(place)
         if model.opening is None or model.opening.done():
@@ -142,7 +142,7 @@ class Models:
         while model.llm is None:
             try:
                 model.llm = await asyncio.to_thread(model.opener.open)
-            except (ConfigError, OutOfMemoryError, MemoryError):
+            except (NoRoomError, OutOfMemoryError, MemoryError):
                 if not self._loaded:
                     raise
                 await self._close_one()  # perhaps it has the memory
@@ -196,6 +196,9 @@ class Models:
 
     async def drain(self, timeout_s: float | None = None) -> bool:
         self._draining = True
+        for place in chain.from_iterable(model.places for model in self._models.values()):
+            if not place.done():
+                place.set_exception(stopping())
         open_ones = [model.llm for model in self._loaded if model.llm is not None]
         return all(await asyncio.gather(*(llm.drain(timeout_s) for llm in open_ones)))
 
@@ -203,3 +206,7 @@ class Models:
         for model in self._loaded:
             if model.llm is not None:
                 model.llm.close()
+
+
+def stopping() -> ShutdownError:
+    return ShutdownError("this server is stopping and opens no further models: send requests to another one")

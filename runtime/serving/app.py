@@ -81,7 +81,9 @@ def create_app_of_several(
         made = model_app(async_llm, name, request_seconds, False, stored)
         return made if trace is None else trace(made, name)
 
-    return guarded(SeveralModels(models, app, POSTED, make), limits, models.metrics.record_answer, allowed_origins)
+    return guarded(
+        SeveralModels(models, app, POSTED, make, request_seconds), limits, models.metrics.record_answer, allowed_origins
+    )
 
 
 def new_app() -> FastAPI:

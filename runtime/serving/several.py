@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
+from contextlib import AsyncExitStack
 from json import JSONDecodeError
-from weakref import WeakKeyDictionary
 
 from fastapi import FastAPI
 from fastapi.responses import Response
@@ -16,19 +16,29 @@ from ...models.errors import DraftwoodError, RequestError
 from ..requests.async_llm import AsyncLLM
 from ..requests.models import Models
 from .body import NO_OBJECT
-from .http.errors import UnknownModel, add_errors, refusal_of
+from .http.errors import CLIENT_CLOSED, UnknownModel, add_errors, refusal_of
 from .http.guard import refuse, replay
 from .openai.answers import as_json
 from .openai.route import LONG_BODY, content_of
+from .waiting import ClientGone, TimeLimit, disconnected, while_connected
 
 
 class SeveralModels:
     """An ASGI application. paths: of the applications of models; everything else is the same for all."""
 
-    def __init__(self, models: Models, app: FastAPI, paths: frozenset[str], make: Callable[[AsyncLLM, str], ASGIApp]):
-        """app: gets the lists of models. make: the application of one model, which is open."""
+    def __init__(
+        self,
+        models: Models,
+        app: FastAPI,
+        paths: frozenset[str],
+        make: Callable[[AsyncLLM, str], ASGIApp],
+        request_seconds: float | None,
+    ) -> None:
+        """app: gets the lists of models. make: the application of one model, which is open. request_seconds: the most
+        for which a request waits for its model."""
+        self._request_seconds = request_seconds
         self._models, self._app, self._paths, self._make = models, app, paths, make
-        self._made: WeakKeyDictionary[AsyncLLM, ASGIApp] = WeakKeyDictionary()
+        self._made: dict[AsyncLLM, ASGIApp] = {}
         self._created = int(time.time())
         add_errors(app)
         app.add_api_route("/v1/models", self.list, methods=["GET"], response_class=Response)
@@ -49,12 +59,18 @@ class SeveralModels:
         body = (await receive())["body"]  # all of it, see RequestGuard
         try:
             name = await self._named(body)
-            async with self._models.using(name) as async_llm:
+            async with AsyncExitStack() as stack:
+                opening = stack.enter_async_context(self._models.using(name))
+                async_llm = await while_connected(opening, disconnected(receive), TimeLimit(self._request_seconds))
                 if async_llm not in self._made:
+                    opened = self._models.opened.values()  # the applications of closed ones would keep their memory
+                    self._made = {each: made for each, made in self._made.items() if each.llm in opened}
                     self._made[async_llm] = self._make(async_llm, name)
                 await self._made[async_llm](scope, replay(body, receive), send)
         except (DraftwoodError, MemoryError) as error:  # before the application of a model, which answers its own
             await refuse(refusal_of(error), send, scope["path"])
+        except ClientGone:
+            await Response(status_code=CLIENT_CLOSED)(scope, receive, send)
 
     async def _named(self, body: bytes) -> str:
         """The model that a body names."""

@@ -7,6 +7,8 @@ from collections.abc import Coroutine
 from time import monotonic
 from typing import Any, TypeVar
 
+from starlette.types import Receive
+
 from ..requests.async_llm import DeadlineError
 
 T = TypeVar("T")
@@ -30,6 +32,12 @@ class TimeLimit:
         return None if self.seconds is None else max(0.0, self.arrived + self.seconds - monotonic())
 
 
+async def disconnected(receive: Receive) -> None:
+    """Ends when the client is gone, whose body was read before."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
 async def while_connected(work: Coroutine[Any, Any, T], gone: Coroutine[Any, Any, None], limit: TimeLimit | None) -> T:
     """The result of `work`. It is cancelled when `gone` ends, with ClientGone, and when no time is left, with
     DeadlineError."""
@@ -40,7 +48,7 @@ async def while_connected(work: Coroutine[Any, Any, T], gone: Coroutine[Any, Any
         if not task.done() and watcher.done():
             raise ClientGone("the client cancelled this request")
         if not task.done() and limit is not None:
-            raise DeadlineError(f"the prompt was not read within the deadline of {limit.seconds:g} s")
+            raise DeadlineError(f"no token was computed within the deadline of {limit.seconds:g} s")
         return task.result()
     finally:
         for pending in (task, watcher):

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from ....models import bindings, layers
 from ....models.bindings import BITS, INTEGERS
-from ....models.errors import EngineError
+from ....models.errors import EngineError, NoRoomError
 from ....plugins.native.cache import open_kernels
 from ....plugins.native.compile import CompilerError
 from ....plugins.native.library import (
@@ -186,6 +186,7 @@ class NativeEngine(Runner):
         with self._lock:
             if self._handle is not None:
                 self._library.close(self._handle)
+                self._weights.clear()
             self._handle = None
 
     def __del__(self) -> None:
@@ -221,10 +222,10 @@ def refused(refusal: int) -> EngineError | MemoryError:
 
 
 def check_rows(spec: EngineSpec, model: Model) -> None:
-    """Raises EngineError when no memory is left for the rows of the widest pass, which the kernels take at once."""
+    """Raises NoRoomError when no memory is left for the rows of the widest pass, which the kernels take at once."""
     rows, available = spec.pass_widths[-1], available_bytes()
     if available is not None and (needed := row_bytes(model, rows)) > available:
-        raise EngineError(
+        raise NoRoomError(
             f"the {spec.role}'s passes of up to {rows} rows take {needed >> 20} MiB of memory, and {available >> 20} "
             "are left: rebuild the bundle with smaller --widths, free some, or raise the limit of this process"
         )

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from ....models.bindings import ACCEPTANCE as ACCEPTANCE_OUTPUT
 from ....models.bindings import BITS, INTEGERS, SUPERBLOCKS
 from ....models.config import LlamaConfig
-from ....models.errors import EngineError
+from ....models.errors import EngineError, NoRoomError
 from ....models.layers import Matrix, Network, network_of
 from ....plugins.native.library import BLOCK
 from ....plugins.native.packing import (
@@ -142,14 +142,18 @@ def blocks_of(precision: str, name: str, inputs: int) -> int:
 def read_weights(path: Path, spec: EngineSpec, private: bool = False) -> Weights:
     """Map a file into memory, and return its tensors. Processes that open the file share its pages. private: whether
     the file is copied into one piece of memory instead; then later changes of the file do not matter. Raises
-    EngineError when the file cannot be read or differs from the spec."""
+    EngineError when the file cannot be read or differs from the spec, and NoRoomError."""
     try:
         with path.open("rb") as file:
             places = read_header(file.read(8), file.read, path.stat().st_size)
             check_tensors(path.name, {name: place.stored for name, place in places.items()}, spec)
             size = max(place.end for place in places.values())
             memory = copied(file, size) if private else mapped(file, size)
-    except (OSError, ValueError, MemoryError, RecursionError) as error:
+    except MemoryError as error:
+        raise NoRoomError(
+            f"there is too little memory for a copy of {path.name}: free some, or map the file"
+        ) from error
+    except (OSError, ValueError, RecursionError) as error:
         if isinstance(error, EngineError):
             raise
         raise EngineError(f"{path.name} cannot be read ({error}): rebuild the bundle") from error

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
-from ....models.errors import ConfigError, DraftwoodError, RequestError
+from ....models.errors import DraftwoodError, NoRoomError, RequestError
 from ..backends import CPU, slot_bytes
 from ..base import EngineSpec
 from ..gpus import free_bytes
@@ -62,7 +62,7 @@ def cache_budget(specs: Sequence[EngineSpec], kv_cache_bytes: int | None, provid
     """The budget for the caches of these engines, target first.
 
     kv_cache_bytes: memory for all caches; None takes CACHE_SHARE of the memory that is available now. provider: of the
-    engines; caches of another one than the CPU's lie in the memory of the first GPU. Raises ConfigError when this share
+    engines; caches of another one than the CPU's lie in the memory of the first GPU. Raises NoRoomError when this share
     suffices for no request and when more memory is asked for than is available, and EngineError without a GPU.
     """
     target = specs[0]
@@ -77,14 +77,14 @@ def cache_budget(specs: Sequence[EngineSpec], kv_cache_bytes: int | None, provid
         padding = max(spec.pass_widths[-1] for spec in specs)
         slots = kv_cache_bytes // sum(slot_bytes(spec) + scratch_bytes(spec) for spec in specs) - padding
         if slots < 2 * spare:
-            raise ConfigError(
+            raise NoRoomError(
                 f"{available or 0} bytes of memory are available{' on the GPU' if on_gpu else ''}, too few for the "
                 "caches of one request: free some, raise the limit of this process or container, or set "
                 "--kv-cache-bytes"
             )
         return CacheBudget(slots, longest, spare, padding)
     if provider == CPU and available is not None and kv_cache_bytes > available:
-        raise ConfigError(
+        raise NoRoomError(
             f"--kv-cache-bytes of {kv_cache_bytes} is more than the {available} bytes of memory that are available: "
             "lower it, or leave it out to take a share of these"
         )

@@ -24,7 +24,7 @@ from ...structured.grammars import Prepared
 from ...text.infill import Infill, Infilling
 from ...text.token_texts import TokenTexts
 from ..http.errors import UnknownModel
-from ..waiting import TimeLimit, while_connected
+from ..waiting import TimeLimit, disconnected, while_connected
 from .answers import Answer, as_json, check_log_probabilities
 from .bodies import ChatBody, CompletionBody, GenerationBody
 from .content import ContentForm
@@ -88,12 +88,7 @@ class OpenAIApi:
 
     async def while_connected(self, request: Request, work: Coroutine[Any, Any, T], limit: TimeLimit | None) -> T:
         """See `while_connected`. The body must have been read before."""
-
-        async def gone() -> None:
-            while (await request.receive())["type"] != "http.disconnect":
-                pass
-
-        return await while_connected(work, gone(), limit)
+        return await while_connected(work, disconnected(request.receive), limit)
 
     async def read(
         self, body: CompletionBody | ChatBody, request: Request, most_tokens: int | None = None
@@ -109,6 +104,8 @@ class OpenAIApi:
             prompts = [await self.while_connected(request, writing, limit)]
             content = ContentForm(self._thought(body, prompts[0]), use, body.include_reasoning)
             shown = content._replace(thought=None) if body.stream_options.include_pieces else content
+            if body.echoed is not None and shown.thought is not None:
+                raise RequestError("echo: this model begins with a thought: leave it out, or turn thinking off")
             echoes, format = [body.echoed], ChatFormat(self._texts, body.logprobs, shown)
             default = min(most_tokens or self._max_length, self._room(prompts[0]))
         else:

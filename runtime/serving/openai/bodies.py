@@ -304,7 +304,8 @@ class ChatBody(GenerationBody):
     @property
     def thought_budget(self) -> int | None:
         """The most tokens of a thought; None for any number."""
-        return 0 if self.reasoning_effort == "none" else self.thinking_token_budget
+        told = any(self.chat_template_kwargs.get(name) for name in SWITCHES)
+        return 0 if self.reasoning_effort == "none" and not told else self.thinking_token_budget
 
     @property
     def continued(self) -> str | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import OrderedDict
 from functools import partial
+from threading import Lock
 from typing import Any, NamedTuple
 
 from fastapi import Request
@@ -36,15 +37,17 @@ class StoredResponses:
     def __init__(self, most: int) -> None:
         self.most = most
         self._kept: OrderedDict[str, StoredResponse] = OrderedDict()
+        self._lock = Lock()  # whole answers end in threads of their own
 
     def keep(self, client: str, turns: Turns, response: dict[str, Any]) -> None:
         """Keep a response, in the place of the oldest ones where there is no room."""
         add_items(turns, response["output"])
         messages = turns.messages
         size = sum(len(str(each)) for each in (*messages, response))
-        self._kept[response["id"]] = StoredResponse(client, response, messages, size)
-        while len(self._kept) > self.most or sum(each.size for each in self._kept.values()) > STORED_CHARACTERS:
-            self._kept.popitem(last=False)
+        with self._lock:
+            self._kept[response["id"]] = StoredResponse(client, response, messages, size)
+            while len(self._kept) > self.most or sum(each.size for each in self._kept.values()) > STORED_CHARACTERS:
+                self._kept.popitem(last=False)
 
     def turns(self, client: str, name: str | None) -> Turns:
         """The turns up to the end of a response; none without a name. Raises RequestError."""
@@ -71,7 +74,8 @@ class StoredResponses:
     async def delete(self, name: str, request: Request) -> Response:
         """Responses that went on from it stay."""
         self._found(name, request)
-        del self._kept[name]
+        with self._lock:
+            self._kept.pop(name, None)
         return as_json({"id": name, "object": "response", "deleted": True})
 
     def _own(self, client: str, name: str) -> StoredResponse | None:

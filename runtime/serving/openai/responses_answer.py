@@ -42,7 +42,7 @@ class ResponseAnswer(Answer):
 
     def added(self, index: int, chunk: StreamChunk) -> Iterator[bytes]:
         part = self._begin(index, chunk)
-        for step in self._blocks.push(part.text, chunk.finish_reason is not None):
+        for step in [*self._blocks.push(part.text, chunk.finish_reason is not None)]:  # which block is last shows then
             yield from self._written(step)
 
     def ended(self) -> Iterator[bytes]:
@@ -73,7 +73,7 @@ class ResponseAnswer(Answer):
             added = self._item(block, "in_progress")
             yield self._event("response.output_item.added", output_index=block.index, item=added)
             if block.kind != CALL:
-                yield self._event("response.content_part.added", **place, part=part_of(block))
+                yield self._event("response.content_part.added", **place, part=part_of(block) | {"text": ""})
         elif step.kind == "added":
             yield self._event(f"response.{kind}.delta", **place, delta=step.text, **logprobs)
         else:
@@ -97,7 +97,7 @@ class ResponseAnswer(Answer):
         head = {"id": self._item_id(block), "status": status or ("incomplete" if cut else "completed")}
         content = [] if status else [part_of(block)]
         if block.kind == CALL:
-            called = {"call_id": block.id, "name": block.name, "arguments": block.text}
+            called = {"call_id": block.id, "name": block.name, "arguments": "" if status else block.text}
             return {**head, "type": "function_call", **called}
         if block.kind == TEXT:
             return {**head, "type": "message", "role": "assistant", "content": content}

@@ -121,7 +121,7 @@ class ResponsesBody(TranslatedBody):
             max_tokens=self.max_output_tokens,
             tools=tools or None,
             tool_choice=choice if tools or choice != "auto" else None,
-            response_format=self.text.response_format(),
+            response_format=self.text.response_format() if "text" in self.model_fields_set else None,
             reasoning_effort=self.reasoning.effort,
         )
 

@@ -31,6 +31,9 @@ class TranslatedBody(SamplingBody, ModelBody):
         """The body of this kind with these fields; those that are None count as left out. Raises RequestError."""
         names = (self.model_fields_set & kind.model_fields.keys()) - self.own
         given = {name: value for name, value in fields.items() if value is not None}
+        for name in names & given.keys() & TranslatedBody.model_fields.keys():
+            if getattr(self, name) not in (None, given[name]):
+                raise RequestError(f"{name} is said by another field, too: leave one of them out")
         try:
             return kind(**{**{name: getattr(self, name) for name in names}, **given})
         except ValidationError as error:

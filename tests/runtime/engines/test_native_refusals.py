@@ -23,7 +23,7 @@ from draftwood.builder.options import BuildOptions
 from draftwood.builder.pipeline import build, default_precision
 from draftwood.builder.quantization.formats import rounding_kernels
 from draftwood.models.bindings import output_names
-from draftwood.models.errors import BundleError, ConfigError, EngineError
+from draftwood.models.errors import BundleError, ConfigError, EngineError, NoRoomError
 from draftwood.plugins.native.cache import CACHE
 from draftwood.plugins.native.library import row_bytes
 from draftwood.runtime.bundle.bundle import Manifest
@@ -283,10 +283,11 @@ def test_rows_take_as_many_bytes_as_is_said_and_are_refused_without_them(
     assert needed > 50_000_000
     assert memory("Anonymous") - own < 1.1 * needed  # less where the process has memory of earlier tests left
     engine.close()
+    assert not engine._weights
     monkeypatch.setattr(native, "available_bytes", lambda: needed)
     NativeEngine(file.path, spec, 1).close()
     monkeypatch.setattr(native, "available_bytes", lambda: needed - 1)
-    with pytest.raises(EngineError, match=r"passes of up to 4096 rows take \d+ MiB .*: rebuild .* smaller --widths"):
+    with pytest.raises(NoRoomError, match=r"passes of up to 4096 rows take \d+ MiB .*: rebuild .* smaller --widths"):
         NativeEngine(file.path, spec, 1)
 
 

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import json
+import weakref
 from functools import partial
 from typing import Any
 
 import pytest
 
-from draftwood.models.errors import ConfigError
+from draftwood.models.errors import ConfigError, NoRoomError
 from draftwood.runtime.requests import models as module
 from draftwood.runtime.requests.metrics import ServingMetrics
 from draftwood.runtime.requests.models import Models, NotOpened, Opener
 from draftwood.runtime.requests.stream import ShutdownError
+from draftwood.runtime.serving.app import new_app
+from draftwood.runtime.serving.several import SeveralModels
 
 
 class Engine:
@@ -21,7 +26,7 @@ class Engine:
     num_running, num_waiting, trouble = 0, 0, None
 
     def __init__(self, shelf: Shelf, name: str) -> None:
-        self.metrics, self._shelf, self._name = ServingMetrics(), shelf, name
+        self.metrics, self._shelf, self._name, self.llm = ServingMetrics(), shelf, name, object()
         shelf.done.append(f"+{name}")
         if failure := shelf.failures.pop(name, None):
             raise failure
@@ -108,7 +113,12 @@ def test_what_cannot_be_opened_is_tried_again() -> None:
     async def run() -> None:
         shelf = Shelf()
         await shelf.use("a")
-        shelf.failures["b"] = ConfigError("too little memory")
+        shelf.failures["b"] = ConfigError("this model has no draft")
+        with pytest.raises(NotOpened):
+            await shelf.use("b")
+        assert shelf.models.states["a"] == "open", "it has nothing to do with memory"
+        shelf.done.remove("+b")
+        shelf.failures["b"] = NoRoomError("too little memory")
         await shelf.use("b")  # without a
         assert shelf.done == ["+a", "+b", "-a", "+b"]
         for failure in (ValueError("damaged"), MemoryError()):
@@ -140,12 +150,55 @@ def test_counts_stay_when_a_model_is_closed() -> None:
 
 def test_a_server_that_stops_opens_nothing() -> None:
     async def run() -> None:
-        shelf = Shelf()
-        await shelf.use("a")
-        assert await shelf.models.drain() and not shelf.models.accepting
+        shelf = Shelf(max_loaded=1)
+        async with shelf.models.using("a"):
+            waiting = asyncio.create_task(shelf.use("c"))
+            await asyncio.sleep(0.01)
+            assert await shelf.models.drain()
+            with pytest.raises(ShutdownError):
+                await waiting
+        assert not shelf.models.accepting
         with pytest.raises(ShutdownError):
             await shelf.use("b")
+        await asyncio.gather(*asyncio.all_tasks() - {asyncio.current_task()})
         shelf.models.close()
-        assert shelf.done == ["+a", "-a"]
+        assert shelf.done == ["+a", "-a", "+c", "-c"]
+
+    asyncio.run(run())
+
+
+def test_a_request_waits_no_longer_than_its_time_and_a_closed_model_is_forgotten() -> None:
+    async def run() -> None:
+        shelf, sent = Shelf(max_loaded=1), list[Any]()
+
+        async def told(message: Any) -> None:
+            sent.append(message)
+
+        def make(engine: Any, name: str) -> Any:
+            async def app(scope: Any, receive: Any, send: Any) -> None:
+                await send((engine, name)[1])
+
+            return app
+
+        several = SeveralModels(shelf.models, new_app(), frozenset(("/x",)), make, 0.05)
+
+        async def ask(name: str) -> None:
+            body: list[Any] = [{"body": json.dumps({"model": name}).encode()}]
+
+            async def receive() -> Any:
+                return body.pop() if body else await asyncio.sleep(60)
+
+            await several({"type": "http", "method": "POST", "path": "/x"}, receive, told)
+
+        await ask("a")
+        async with shelf.models.using("a") as engine:
+            await ask("b")
+            assert sent[0] == "a" and sent[1]["status"] == 504
+            kept = weakref.ref(engine)
+        del engine
+        await asyncio.gather(*asyncio.all_tasks() - {asyncio.current_task()})
+        await ask("b")
+        gc.collect()
+        assert sent[-1] == "b" and kept() is None
 
     asyncio.run(run())

@@ -93,6 +93,8 @@ def test_effort_none_turns_thinking_off(ask: Any) -> None:
         answer = ask(**fields)
         assert message_of(answer) == {"role": "assistant", "content": plain, "refusal": None}
         assert "reasoning_tokens" not in answer["usage"]["completion_tokens_details"]
+    told = {"opened": True, "enable_thinking": True}
+    assert "reasoning" in message_of(ask(reasoning_effort="none", chat_template_kwargs=told)), "the template's own wins"
     wanted = {"logit_bias": {str(OPENS): 100}, "max_tokens": 3}
     assert "reasoning" in message_of(ask(**wanted)) and "reasoning" not in message_of(
         ask(**wanted, thinking_token_budget=0)

@@ -23,6 +23,8 @@ from draftwood.runtime.serving.openai.translated import Turns  # noqa: E402
 
 TOOLS: list[Any] = [{"type": "function", "name": "weather", "parameters": CITY, "strict": True}]
 GREEDY: dict[str, Any] = {"model": "tiny", "input": "hello", "max_output_tokens": 24, "temperature": 0}
+SCHEMA: Any = {"type": "object", "properties": {"city": {"enum": ["Bern", "Oslo"]}}, "required": ["city"]}
+JSON = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA | {"additionalProperties": False}}}
 UNTHINKING = {"logit_bias": {"286": -100}, "ignore_eos": True}
 FORCED: dict[str, Any] = {
     **GREEDY,
@@ -69,6 +71,8 @@ def test_a_response_is_the_answer_of_the_chat_that_it_means(client: Any, post: A
     assert (response.status, response.incomplete_details.reason) == ("incomplete", "max_output_tokens")
     assert response.usage.input_tokens == chat["usage"]["prompt_tokens"] and response.usage.output_tokens == 24
     assert (response.instructions, response.metadata) == ("be kind", {"a": "b"})
+    formed = create(client, max_output_tokens=200, extra_body={"response_format": JSON, "logit_bias": {"286": -100}})
+    assert isinstance(json.loads(formed.output_text), dict)
     ended = create(client, extra_body={"logit_bias": {"2": 100}})
     assert (ended.status, ended.output, ended.incomplete_details) == ("completed", [], None)
 
@@ -209,6 +213,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"max_output_tokens": 0}, "max_output_tokens"),
     ({"metadata": {str(number): "x" for number in range(17)}}, "metadata"),
     ({"unknown": 1}, "unknown is not supported"),
+    ({"max_tokens": 5}, "max_tokens is said by another field, too"),
 ]
 
 

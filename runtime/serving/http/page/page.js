@@ -34,9 +34,9 @@ async function answer(messages, refused) {
   const own = conversation,
     before = own.messages,
     control = new AbortController();
-  const message = { role: "assistant", content: "", runs: [], facts: [], tokens: 0, settings: settings() },
+  const message = { role: "assistant", content: "", runs: [], facts: [], tokens: 0, settings: settings(), system: part("system").value },
     turn = new AnswerTurn(own.mode);
-  own.system = part("system").value;
+  own.system = message.system;
   own.messages = messages;
   const changed = messages.findIndex((each, index) => each !== before[index]);
   show(changed < 0 ? messages.length : changed);
@@ -152,7 +152,8 @@ function turnOf(message, index) {
 /** asked: the messages before an answer. */
 function complete(turn, message, asked) {
   const own = conversation,
-    rounds = () => showRounds(request(own, asked, message.settings), message.tokens);
+    asking = { ...own, system: message.system ?? own.system },
+    rounds = () => showRounds(request(asking, asked, message.settings), message.tokens);
   turn.complete(message, () => answer(asked, () => {}), rounds);
 }
 
