@@ -159,7 +159,7 @@ def test_impossible_options_are_refused(change: dict[str, Any], named: str) -> N
 @pytest.mark.parametrize(
     ("prompts", "change", "named"),
     [
-        (["one"], {}, "at least 2 prompts"),
+        (["one"], {}, "at least 2 different prompts"),
         (PROMPTS, {"max_new_tokens": 1024}, "leaves no room"),
         (PROMPTS, {"draft": Path("nowhere")}, "not a folder"),
     ],
