@@ -93,7 +93,8 @@ def run(args: argparse.Namespace, console: Console) -> None:
     turns = comparison.measure(entries, batches, asked, args.repeats) if args.repeats else []
     rows = summarise(turns)
     divergences = measure_divergences(programs, conditions, comparison) if args.divergence else {}
-    print(to_markdown(rows, divergences) if rows else trials.to_text(programs))
+    kept = {"divergence": divergences, "trial": trials.as_json(programs)}
+    print(to_markdown(rows, divergences) if rows else json.dumps(kept, indent=2))
     given = {
         name: getattr(args, name)
         for name in ("max_tokens", "temperature", "at_a_time", "repeats", "threads", "avx2", "limit")
@@ -107,8 +108,7 @@ def run(args: argparse.Namespace, console: Console) -> None:
         "load_after": os.getloadavg()[0],
         "versions": {program.key: program.version for program in programs},
         "failed": comparison.failed,
-        "divergence": divergences,
-        "trial": trials.as_json(programs),
+        **kept,
         "rows": rows_to_json(rows),
     }
     if rows:
@@ -164,9 +164,6 @@ class Trials:
     def as_json(self, programs: Sequence[Program]) -> dict[str, Any]:
         known = self._load()
         return {program.key: known.get(self._key(program)) for program in programs}
-
-    def to_text(self, programs: Sequence[Program]) -> str:
-        return json.dumps(self.as_json(programs), indent=2)
 
     def _load(self) -> dict[str, dict[str, Any]]:
         known: dict[str, dict[str, Any]] = json.loads(self._file.read_text("utf-8")) if self._file.is_file() else {}
