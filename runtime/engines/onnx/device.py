@@ -115,12 +115,6 @@ class DeviceKVCache(GrowingKVCache):
     def capacity(self) -> int:
         return int(self._value.shape()[2])
 
-    @property
-    def buffer(self) -> NDArray[Any]:
-        """A copy of the cache in host memory, [2 * layers, 1, H_kv, C, D]."""
-        content: NDArray[Any] = self._value.numpy()[:, None].copy()
-        return content
-
     def bind_pass(self, session: Any, batch: TokenBatch) -> DevicePass:
         """The buffers of a pass with the batch's shape; bound on first use."""
         shape = PassShape(batch.mask.shape[0], 0, len(batch.output_rows))

@@ -60,7 +60,7 @@ def resized(model: Any, size: int) -> None:
 
 
 CHANGES: list[tuple[Callable[[Any], object], str]] = [
-    (lambda m: external(m, "/etc/passwd"), "lie in b'/etc/passwd' instead of target.onnx.data"),
+    (lambda m: external(m, "/etc/passwd"), "lie in '/etc/passwd' instead of target.onnx.data"),
     (lambda m: external(m, "../target.onnx.data"), "lie in "),
     (lambda m: external(m, "tokenizer.json"), "lie in "),
     (lambda m: external(m, ""), "lie in "),
