@@ -166,7 +166,7 @@ def host_rounds(
     counts, whose prompt is a sequence of tokens that begins again. limit: seconds, after which two rounds suffice."""
     decoder = SpeculativeDecoder(pair.engines[TARGET], pair.engines.get(DRAFT), config, pair.max_length, ())
     vocab_size = pair.engines[TARGET].spec.model.vocab_size
-    given = 0 if config is None or config.drafts else config.max_lookup  # tokens of each lookup
+    given = 0 if config is None or config.drafts else config.max_tokens  # tokens of each lookup
     found: list[float] = []
     start = perf_counter()
 

@@ -6,11 +6,10 @@ import json
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ..models.errors import RequestError, shown
+from ..models.errors import RequestError, nearest, shown
 from ..models.plain_files import read_plain
 from ..runtime.chat import ChatSession
 from ..runtime.decoding.stats import SpecDecodeStats
@@ -58,18 +57,13 @@ def run_command(state: ChatState, line: str) -> Reply:
     name, _, argument = line[1:].partition(" ")
     argument = argument.strip()
     if name not in COMMANDS:
-        near = near_to(name, COMMANDS, "/")
-        raise RequestError(f"/{name:.100} is no command: {near}/help lists all; a message that begins so is written //")
+        near = nearest(name, COMMANDS, prefix="/")
+        raise RequestError(f"/{name:.100} is no command: /help lists all; a message that begins so is written //{near}")
     command = COMMANDS[name]
     if argument and not command.arguments:
         raise RequestError(f"/{name} takes no argument, and nothing was done: write /{name}")
     reply = command.run(state, argument)
     return reply if isinstance(reply, Reply) else Reply(reply)
-
-
-def near_to(name: str, names: Any, prefix: str = "") -> str:
-    """A question for the name that may be meant."""
-    return "".join(f"did you mean {prefix}{close}? " for close in get_close_matches(name, names, 1))
 
 
 def set_value(state: ChatState, argument: str) -> str:
@@ -85,8 +79,8 @@ def set_value(state: ChatState, argument: str) -> str:
         state.speculative = "own" if wanted else None
         return f"speculation {'on' if wanted else 'off'}"
     if name not in SETTABLE:
-        near = near_to(name, [*SETTABLE, SPECULATION])
-        raise RequestError(f"{name:.100} cannot be set: {near}/set alone lists what can")
+        near = nearest(name, [*SETTABLE, SPECULATION])
+        raise RequestError(f"{name:.100} cannot be set: /set alone lists what can{near}")
     state.params = replace(state.params, **{name: value_of(name, SETTABLE[name], text)})
     return f"{name} {written(getattr(state.params, name))}"
 

@@ -12,7 +12,7 @@ METHODS = {
     "a chain of 4 tokens": SpeculativeConfig("chain", max_draft_len=4, budget="fixed"),
     "the best 12 tokens as a tree": SpeculativeConfig("topk", max_total_draft_tokens=12, budget="fixed"),
     "the same with merged sequences": SpeculativeConfig("topk", merge="gsd", max_total_draft_tokens=12, budget="fixed"),
-    "with prompt lookup": SpeculativeConfig("topk", lookup_ngram=2, max_total_draft_tokens=12, budget="fixed"),
+    "a prompt lookup": SpeculativeConfig("lookup", budget="fixed"),
     "chosen by measured costs": SpeculativeConfig(),
 }
 

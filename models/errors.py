@@ -58,7 +58,7 @@ def known_names(error: type[DraftwoodError]) -> Callable[[type[T]], type[T]]:
             if not given.keys() <= known:
                 unknown = next(name for name in given if name not in names)
                 near = nearest(unknown, names) or f": it has {', '.join(names)}"
-                raise error(f"{cls.__name__} has no {printable(unknown)!r}{near}")
+                raise error(f"{cls.__name__} has no {shown(unknown)}{near}")
             own(self, *args, **given)
 
         init_of.__init__ = init

@@ -274,7 +274,7 @@ def measured_bandwidth() -> Callable[[], float]:
 # Each part imports what it needs itself: a package that is missing makes this part impossible, not the others.
 def check_kernel(dtype: str) -> Findings:
     from benchmarks.gpu import kernel
-    from draftwood.plugins.tree_attention.launch import tree_attention
+    from benchmarks.gpu.attention import tree_attention
 
     return kernel.check_numerics(tree_attention, kernel.list_shapes(dtype), "cuda")
 
@@ -290,7 +290,7 @@ def load_rounds() -> Findings:
 
 def time_kernel() -> Findings:
     from benchmarks.gpu import kernel
-    from draftwood.plugins.tree_attention.launch import tree_attention
+    from benchmarks.gpu.attention import tree_attention
 
     return kernel.measure_speed(tree_attention, measured_bandwidth()())
 

@@ -13,7 +13,8 @@ from numpy.typing import NDArray
 from torch.nn import functional
 
 from benchmarks.gpu.report import Findings, NotPossible, require
-from draftwood.plugins.tree_attention.plan import Shape, bytes_moved
+from draftwood.plugins.tree_attention.op import SequenceRow
+from draftwood.plugins.tree_attention.plan import ITEM_BYTES, Shape
 from draftwood.plugins.tree_attention.reference import tree_attention as oracle
 
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, float], torch.Tensor]
@@ -128,6 +129,19 @@ SPEED_CASES = [
     for heads in ((32, 32), (32, 8))
     for rows, length in ((1, 512), (8, 512), (8, 2048), (8, 8192), (64, 2048), (64, 8192))
 ]
+
+
+def bytes_moved(shape: Shape, lengths: Sequence[int]) -> int:
+    """The least memory traffic of one call: each committed slot once, each column of the mask once (for any number of
+    sequences), query and output once, mask once.
+
+    lengths: committed slots of each sequence. Divided by a device's bandwidth it is the least time a call can take.
+    """
+    item = ITEM_BYTES[shape.dtype]
+    slots = min(sum(lengths) + shape.columns, shape.capacity)
+    cache = 2 * slots * shape.kv_heads * shape.head_dim * item
+    rows = 2 * shape.heads * shape.rows * shape.head_dim * item
+    return cache + rows + shape.rows * shape.columns + 4 * len(SequenceRow._fields) * shape.sequences
 
 
 def measure_speed(attend: Attend, bandwidth: float) -> Findings:

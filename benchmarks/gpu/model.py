@@ -77,8 +77,7 @@ class TorchLlama:
         self.head = self.embedding if config.tie_embeddings else take(HEAD_WEIGHT)
         self.tables = tuple(torch.from_numpy(each).to(self.device, dtype) for each in rope_tables(config, positions))
         if self.device.type == "cuda":
-            from draftwood.plugins.tree_attention.launch import tree_attention
-
+            from .attention import tree_attention
             from .launches import TritonSteps
 
             self.steps: Any = TritonSteps()

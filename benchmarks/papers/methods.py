@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from rich.progress import track
 from scipy.stats import bootstrap
 
+from benchmarks.papers.sequoia import sequoia
 from benchmarks.tools.record import add_output, make_parser, write_results
 from draftwood.cli.bench import add_chat, encode_prompts, read_prompts
 from draftwood.models.bindings import DRAFT, TARGET
@@ -36,7 +37,6 @@ from draftwood.runtime.sampling.params import SamplingParams
 from draftwood.runtime.sampling.random import seeded_streams
 from draftwood.runtime.sampling.sampler import Sampler
 from draftwood.runtime.speculation.config import SpeculativeConfig
-from draftwood.runtime.speculation.growers.baseline import sequoia
 from draftwood.runtime.speculation.planning.cost import CostModel
 from draftwood.runtime.text.tokenizer import Tokenizer
 

@@ -30,7 +30,7 @@ CONFIGS: dict[str, dict[str, Any] | None] = {
     "auto": {"max_draft_len": 5},
     "planned": {"budget": "cost"},
     "chain": {"grow": "chain", "max_draft_len": 4},
-    "chain, lookup": {"grow": "chain", "max_draft_len": 3, "lookup_ngram": 2},
+    "lookup": {"grow": "lookup"},
     "chain, rejection": {"grow": "chain", "max_draft_len": 4, "verify": "rejection"},
     "chain, confidence": {"grow": "chain", "max_draft_len": 8, "stop_rule": "confidence"},
     "k-ary": {"grow": "k-ary", "branching": (2, 2, 1), "max_total_draft_tokens": 10},

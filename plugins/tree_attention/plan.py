@@ -195,19 +195,6 @@ class LaunchPlan:
             return 0
         return self.partial_bytes + self.logsum_bytes + 4 * self.items
 
-    def live_splits(self, length: int) -> int:
-        """The splits that a sequence of `length` committed slots takes, as the kernel counts them on the device."""
-        slots = self.variant.block_slots
-        blocks = -(-min(length + self.shape.columns, self.shape.capacity) // slots)
-        return -(-blocks // max(-(-blocks // self.num_splits), self.variant.split_slots // slots))
-
-    def split_traffic(self, length: int) -> int:
-        """Bytes of partial results that a call writes and reads, if its rows belong to one sequence."""
-        if self.num_splits == 1:
-            return 0
-        live = self.live_splits(length)
-        return 8 * self.items * (1 + (live * (self.shape.head_dim + 1) if live > 1 else 0))
-
 
 @functools.lru_cache(maxsize=1024)
 def plan_launch(shape: Shape, multiprocessors: int) -> LaunchPlan:
@@ -251,19 +238,6 @@ def workspace_bound(largest: Shape) -> int:
             results = min(by_device, splits * largest.heads * rows)
             needed = max(needed, 4 * (results * (largest.head_dim + 1) + largest.heads * rows))
     return needed
-
-
-def bytes_moved(shape: Shape, lengths: Sequence[int]) -> int:
-    """The least memory traffic of one call: each committed slot once, each column of the mask once (for any number of
-    sequences), query and output once, mask once.
-
-    lengths: committed slots of each sequence. Divided by a device's bandwidth it is the least time a call can take.
-    """
-    item = ITEM_BYTES[shape.dtype]
-    slots = min(sum(lengths) + shape.columns, shape.capacity)
-    cache = 2 * slots * shape.kv_heads * shape.head_dim * item
-    rows = 2 * shape.heads * shape.rows * shape.head_dim * item
-    return cache + rows + shape.rows * shape.columns + 4 * len(SequenceRow._fields) * shape.sequences
 
 
 def shared_memory(capability: int) -> int:

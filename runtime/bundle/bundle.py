@@ -88,10 +88,9 @@ class Manifest:
             "eos_token_ids": list(self.eos_token_ids),
             "engines": {role: spec_fields(spec) for role, spec in self.engines.items()},
             "parity": dict(self.parity),
+            "adapters": dict(self.adapters),
             "files": {name: record._asdict() for name, record in self.files.items()},
         }
-        if self.adapters:  # older releases know no such field, and read bundles without one
-            content["adapters"] = dict(self.adapters)
         # Through JSON and back, so that the checksum is of the content that a reader gets (tuples become lists).
         content = dict(json.loads(json.dumps(content)))
         return content | {"checksum": checksum(content)}
@@ -179,7 +178,6 @@ class EngineBundle:
             most = f" to {backend.most_threads}" if backend.most_threads else f", as {spec.backend} computes on a GPU"
             raise ConfigError(f"threads of the {role} must be 0 (the backend chooses){most}, not {shown(threads)}")
         self.check_provider(role, provider)
-        backend.check_file(file, spec)
         return backend.open(file, spec, Opening(int(threads), provider, self.private))
 
     def check_provider(self, role: str, provider: str) -> None:
@@ -254,8 +252,4 @@ def checksum(content: Mapping[str, Any]) -> str:
 
 def spec_fields(spec: EngineSpec) -> dict[str, Any]:
     plan = None if spec.plan is None else spec.plan.to_json()
-    content = asdict(spec) | {"model": spec.model.to_dict(), "plan": plan}
-    for name in ("kept_tokens", "cache_precision", "matrices"):  # older releases read bundles without such fields
-        if not content[name]:
-            del content[name]
-    return content
+    return asdict(spec) | {"model": spec.model.to_dict(), "plan": plan}

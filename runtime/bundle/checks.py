@@ -17,9 +17,8 @@ from ...models.errors import BundleError
 from ...models.fields import MAX_NUMBER
 from ...models.layers import network_of
 from ...models.rope_scaling import LONGROPE, STATIC, YARN
-from ...plugins.installation import install
 from ...plugins.native.library import STRIDE
-from ..engines.backends import BACKENDS, COMPILED, REMOVED, stored_matrices
+from ..engines.backends import BACKENDS, COMPILED, stored_matrices
 from ..engines.base import EngineSpec
 from ..engines.compatibility import TensorRTPlan
 
@@ -82,12 +81,6 @@ def check_numbers(manifest: Manifest) -> None:
 
 def check_engine(role: str, spec: EngineSpec, manifest: Manifest) -> None:
     """Check the numbers of one engine. Raises BundleError for an unknown backend, which a later release may support."""
-    if spec.backend in REMOVED:
-        raise BundleError(
-            f"the {role} was built for {spec.backend}, which this release no longer runs: rebuild the bundle with "
-            "--backend native, or with --backend onnxruntime where there is no C compiler "
-            f"({install('native')} brings one)"
-        )
     if spec.backend not in BACKENDS:
         raise BundleError(f"the {role} engine's backend {spec.backend!r} is unknown to this release: update draftwood")
     if spec.precision not in PRECISIONS:

@@ -68,9 +68,6 @@ def read_costs(folder: Path) -> CostModel | None:
         content = read_object(file, own=True)
         if content.pop("format", None) != FORMAT:
             raise ValueError("it is of another format")
-        for name in ("greedy", "sampled"):  # an earlier release had other rounds beside those of the host
-            if isinstance(host := content.get(name), dict) and isinstance(apart := host.pop("by_pass", None), dict):
-                content[name] = {key: value for key, value in apart.items() if key != "by_pass"}
         costs: CostModel = typed(CostModel, content, COSTS)
         return costs
     except (OSError, ValueError) as error:

@@ -52,7 +52,7 @@ def lower_defaults(speculative: SpeculativeConfig, bundle: EngineBundle) -> dict
     target = bundle.manifest.engines[TARGET]
     if not speculative.drafts:
         return lowered(speculative, {"lookup_len": target.max_width - 1})
-    draft, tokens = bundle.manifest.engines[DRAFT], target.max_width - 1 - speculative.max_lookup
+    draft, tokens = bundle.manifest.engines[DRAFT], target.max_width - 1
     widths = lowered(speculative, {"frontier_width": draft.max_width, "max_total_draft_tokens": tokens})
     within, room = replace(speculative, **widths), draft_room(bundle)
     depth = max(1, min(tokens, speculative.max_draft_len))

@@ -15,7 +15,6 @@ from ..sampling.softmax import softmax_of
 from ..speculation.config import Rules, SpeculativeConfig, rules_of
 from ..speculation.graph.token_graph import TokenGraph
 from ..speculation.graph.token_tree import TokenTree, root_alone, unroll
-from ..speculation.growers.lookup import graft_chosen, graft_lookup
 from ..speculation.planning.budget import DraftBudget
 from ..speculation.planning.calibration import uncorrected
 from ..speculation.planning.controller import RoundPlan
@@ -162,7 +161,7 @@ class SpeculativeDecoder:
         request.cache.commit([0, *acceptance.rows])
         if request.proposer is not None:
             request.proposer.see(len(request.tokens) - 1, output, (0, *acceptance.rows))
-        if request.proposer is not None and rows - 1 > len(tree.looked_up):
+        if request.proposer is not None and rows > 1 and not (plan is not None and plan.looked_up):
             request.proposer.commit(tree, acceptance.rows)
         token_ids = [*map(tree.token_ids.__getitem__, acceptance.rows), acceptance.next_token]
         request.learn(plan, tree, acceptance, token_ids)
@@ -255,16 +254,11 @@ class SpeculativeDecoder:
             return Proposal(graph, root_alone(request.root), NO_STATE)
         sampler = request.sampler
         depth = max_depth if plan is None else min(max_depth, plan.depth)
-        found = request.look_up(depth) if self._config.lookup_ngram else []
-        if found and not rules.chooses:
-            graft_lookup(graph, found)
         estimate = request.calibration or uncorrected
         grower, stopper = rules.grower(depth, estimate), rules.stopper(estimate)
         ranking_only = rules.ranks and not sampler.follows_path
         draft = request.streams.draft
         by_rule = yield from request.proposer.propose(graph, grower, stopper, sampler, draft, ranking_only)
-        if found and rules.chooses:
-            graft_chosen(graph, found)
         tree, reason = unroll(graph, rules.max_tokens, max_depth), ""
         if request.observed:
             reason = growth_end(graph, tree, self._config, request.greedy, max_depth, plan, by_rule)

@@ -14,7 +14,7 @@ from ..sampling.sampler import Sampler
 from ..speculation.config import SpeculativeConfig
 from ..speculation.graph.token_graph import TokenGraph
 from ..speculation.graph.token_tree import TokenTree, unroll
-from ..speculation.growers.lookup import graft_chosen
+from ..speculation.growers.lookup import path_of
 from ..speculation.planning.controller import RoundPlan
 from ..speculation.verifier import Acceptance
 
@@ -106,8 +106,8 @@ def describe_round(
 
 def propose_found(root: int, found: Sequence[int], plan: RoundPlan | None) -> Proposal:
     """The proposal of a prompt lookup alone, as far as it is planned."""
-    graph, kept = TokenGraph(root), found if plan is None else found[: plan.depth]
-    graft_chosen(graph, kept)
+    kept = found if plan is None else found[: plan.depth]
+    graph = path_of(root, kept)
     end = LOOKED_UP if len(kept) == len(found) else PLANNED if kept else NOT_WORTH_IT
     return Proposal(graph, unroll(graph, len(kept), len(kept)), end)
 
@@ -125,13 +125,12 @@ def growth_end(
     the text still allows. plan: the plan of this round, if any. by_rule: whether the stop rule ended the growth."""
     if by_rule:
         return f"stop rule {config.stop_rule}"
-    given = {edge.child for edges in graph.edges for edge in edges if edge.looked_up}
-    deepest = max(depth for node, depth in enumerate(graph.depths) if node not in given)
+    deepest = max(graph.depths)
     own, planned = config.deepest(greedy), max_depth if plan is None else plan.depth
     if deepest >= min(own, max_depth, planned):
         return PLANNED if planned < min(own, max_depth) else END_OF_ROOM if max_depth < own else DEPTH_LIMIT
     # Each copy of a merged node counts: unrolling a drawn graph repeats the node once per path.
-    drafted = max(len(graph), len(tree)) - 1 - len(given)
+    drafted = max(len(graph), len(tree)) - 1
     size = config.max_total_draft_tokens if plan is None or config.shaped else plan.size
     if drafted < size:
         return NOTHING_LEFT

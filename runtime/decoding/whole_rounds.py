@@ -63,7 +63,6 @@ def tree_of(outcome: RoundOutcome) -> TokenTree:
         children=tuple(children),
         nodes=tuple(range(count)),
         merged=(False,) * count,
-        looked_up=frozenset(),
         shares=outcome.shares,
         draft_probs={},
         remaining={},

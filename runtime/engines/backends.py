@@ -27,7 +27,7 @@ from .base import Engine, EngineSpec
 from .comparison import Comparison
 from .compatibility import TensorRTPlan
 from .native import weights as native
-from .native.weights import check_weights
+from .native.weights import read_weights
 from .onnx.file import check_graph
 
 BLOCKS = (128, 64, 32)  # sizes of a block, of which the largest that divides a matrix's inputs is taken
@@ -35,7 +35,6 @@ ITEM_BYTES = {"fp32": 4, "fp16": 2, "bf16": 2, "int8": 1}  # bytes of a number, 
 SLOT_SCALE_BYTES = 4  # of a scale for each head and slot, in a cache of codes
 CPU = "cpu"  # the default provider
 GRAPH, WEIGHTS, PLAN = "onnx", "weights", "plan"  # what an engine's file holds, and its suffix
-REMOVED = ("openvino",)  # backends of older releases
 
 
 class Choice(NamedTuple):
@@ -81,7 +80,7 @@ class Backend:
     precisions: tuple[str, ...]
     file: str
     open: Callable[[Path, EngineSpec, Opening], Engine]
-    check_file: Callable[[Path, EngineSpec], None]
+    check_file: Callable[[Path, EngineSpec], object]
     check_machine: Callable[[TensorRTPlan | None], None]
     release: Callable[[], str | None]
     blocks: Mapping[str, int] = field(default_factory=dict)
@@ -112,6 +111,7 @@ class Backend:
 def open_onnxruntime(path: Path, spec: EngineSpec, how: Opening) -> Engine:
     from .onnx.onnxruntime import OnnxRuntimeEngine
 
+    check_graph(path, spec)
     return OnnxRuntimeEngine(path, spec, how.threads, how.provider, how.private)
 
 
@@ -168,7 +168,7 @@ NATIVE = Backend(
     precisions=("fp32", *HALF, *INTEGERS),
     file=WEIGHTS,
     open=open_native,
-    check_file=check_weights,
+    check_file=read_weights,
     check_machine=check_native,
     release=kernel_identity,  # a digest of the kernels' sources, the processor and the compiler
     blocks={precision: GROUPS[BITS[precision]] for precision in (*INTEGERS, *SUPERBLOCKS)},

@@ -54,16 +54,6 @@ class TensorRTPlan(NamedTuple):
             "layers": self.layers._asdict(),
         }
 
-    @classmethod
-    def from_json(cls, fields: Mapping[str, Any]) -> TensorRTPlan:
-        """The inverse of `to_json`. Raises KeyError or TypeError for missing or unknown fields."""
-        return cls(**fields)._replace(
-            compute_capabilities=tuple(fields["compute_capabilities"]),
-            kernel=None if fields["kernel"] is None else Kernel(**fields["kernel"]),
-            families=tuple(WidthFamily(**family) for family in fields["families"]),
-            layers=LayerReport(**fields["layers"]),
-        )
-
 
 class Machine(NamedTuple):
     """The GPU and packages of a machine. name and compute_capability are None without an NVIDIA driver or GPU."""

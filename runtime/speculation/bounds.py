@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from numbers import Integral, Real
 from typing import Any
 
-from ...models.errors import ConfigError, DraftwoodError, shown
+from ...models.errors import ConfigError, shown
 
 MAX_PROPOSAL = 1024  # tokens or rows; no engine takes more
 AUTO = "auto"
@@ -17,7 +17,7 @@ MERGERS = ("none", "gsd")
 KEYS = ("draft", "calibrated", "head")
 BUDGETS = ("cost", "fixed")
 LOOKUPS = (AUTO, "off")
-STOPPERS = ("fixed", "specdec++", "specdec++-lagged", "confidence", "entropy")
+STOPPERS = ("fixed", "specdec++", "confidence", "entropy")
 WITHOUT_DRAFT = {  # settings that say how a draft proposes, and their values where there is none
     "merge": ("none",),
     "stop_rule": ("fixed",),
@@ -29,8 +29,8 @@ ONLY_WITH = {  # settings that another one must ask for: without it they change 
     "topology": ("grow", ("static",)),
     "draft_threshold": ("grow", ("dyspec-threshold",)),
     "merge_ngram": ("merge", ("gsd",)),
-    "rejection_threshold": ("stop_rule", ("specdec++", "specdec++-lagged")),
-    "min_draft_len": ("stop_rule", ("specdec++", "specdec++-lagged")),
+    "rejection_threshold": ("stop_rule", ("specdec++",)),
+    "min_draft_len": ("stop_rule", ("specdec++",)),
     "confidence_threshold": ("stop_rule", ("confidence",)),
     "entropy_threshold": ("stop_rule", ("entropy",)),
 }
@@ -61,28 +61,28 @@ class Lowerable(int):
     __slots__ = ()
 
 
-def check_bounds(settings: Mapping[str, Any], error: type[DraftwoodError] = ConfigError, place: str = "") -> None:
-    """Raises `error` for a setting of the wrong type, or of a size that no engine takes.
+def check_bounds(settings: Mapping[str, Any]) -> None:
+    """Raises ConfigError for a setting of the wrong type, or of a size that no engine takes.
 
-    settings: fields of SpeculativeConfig by name. place: prefix of a setting's name in messages. Every field that is
-    neither a number nor a shape must be text; SpeculativeConfig checks the text itself.
+    settings: fields of SpeculativeConfig by name. Every field that is neither a number nor a shape must be text;
+    SpeculativeConfig checks the text itself.
     """
     for name, value in settings.items():
         if name in INTEGERS:
             if not is_integer(value):
-                raise error(f"{place}{name} must be a whole number, not {shown(value)}")
+                raise ConfigError(f"{name} must be a whole number, not {shown(value)}")
             least, most = INTEGERS[name]
             if not least <= value <= most:
-                raise error(f"{place}{name} must be at least {least} and not more than {most}, but is {shown(value)}")
+                raise ConfigError(f"{name} must be at least {least} and not more than {most}, but is {shown(value)}")
         elif name in NUMBERS:
             if type(value) is not float and (isinstance(value, bool) or not isinstance(value, Real)):
-                raise error(f"{place}{name} must be a number, not {shown(value)}")
+                raise ConfigError(f"{name} must be a number, not {shown(value)}")
         elif name in ("branching", "topology"):
-            check_shape(place + name, value, error)
+            check_shape(name, value)
             if name == "branching" and len(value) and not fits(value):
-                raise error(f"{place}branching makes more than {MAX_PROPOSAL} tokens: no engine takes that many")
+                raise ConfigError(f"branching makes more than {MAX_PROPOSAL} tokens: no engine takes that many")
         elif not isinstance(value, str):
-            raise error(f"{place}{name} must be text, not {shown(value)}")
+            raise ConfigError(f"{name} must be text, not {shown(value)}")
 
 
 def check_effects(config: Any) -> None:
@@ -90,25 +90,32 @@ def check_effects(config: Any) -> None:
     for name, off in {} if config.drafts else WITHOUT_DRAFT.items():
         if getattr(config, name) not in off:
             raise ConfigError(f"{name}={getattr(config, name)!r} is for a draft's proposals: leave it out")
+    defaults = {name: field.default for name, field in type(config).__dataclass_fields__.items()}
+    for name in () if config.looks_up(True) or not config.drafts else ("lookup_ngram", "lookup_len"):
+        if getattr(config, name) != defaults[name]:
+            raise ConfigError(
+                f"{name} changes nothing where nothing is looked up: leave it out, or use grow='lookup', or "
+                "grow='auto' with the defaults of the other settings"
+            )
     for name, (other, values) in ONLY_WITH.items():
         chosen = getattr(config, other)
-        if getattr(config, name) != type(config).__dataclass_fields__[name].default and chosen not in values:
+        if getattr(config, name) != defaults[name] and chosen not in values:
             raise ConfigError(
                 f"{name} changes nothing with {other}={chosen!r}: leave it out, or use {other}={values[0]!r}"
             )
 
 
-def check_shape(name: str, shape: Any, error: type[DraftwoodError]) -> None:
-    """Raises `error` if `shape` is no list of whole numbers, or if its length or an item is out of bounds."""
+def check_shape(name: str, shape: Any) -> None:
+    """Raises ConfigError if `shape` is no list of whole numbers, or if its length or an item is out of bounds."""
     if not isinstance(shape, (list, tuple)):
-        raise error(f"{name} must be a list of whole numbers, not {shown(shape)}")
+        raise ConfigError(f"{name} must be a list of whole numbers, not {shown(shape)}")
     if len(shape) > MAX_PROPOSAL:
-        raise error(f"{name} has {len(shape)} items, more than {MAX_PROPOSAL}: no engine takes that many")
+        raise ConfigError(f"{name} has {len(shape)} items, more than {MAX_PROPOSAL}: no engine takes that many")
     for item in shape:
         if not is_integer(item):
-            raise error(f"{name} must be a list of whole numbers, not one with {shown(item)}")
+            raise ConfigError(f"{name} must be a list of whole numbers, not one with {shown(item)}")
         if not 0 <= item <= MAX_PROPOSAL:
-            raise error(f"{name} must hold numbers from 0 and not more than {MAX_PROPOSAL}, not {shown(item)}")
+            raise ConfigError(f"{name} must hold numbers from 0 and not more than {MAX_PROPOSAL}, not {shown(item)}")
 
 
 def is_integer(value: object) -> bool:

@@ -15,7 +15,7 @@ from .bounds import AUTO, NAMED, SHARES, Lowerable, check_bounds, check_effects
 from .growers.baseline import Grower
 from .growers.kinds import CHOSEN_GRAPH, DRAWN_CHAIN, DRAWN_GRAPH, DRAWN_TREE, KINDS, WHY, GrowerKind, Growth
 from .growers.lookup import LENGTHS, PromptLookup
-from .growers.specdecpp import Confidence, Entropy, Fixed, SpecDecPP, SpecDecPPLagged, Stopper
+from .growers.specdecpp import Confidence, Entropy, Fixed, SpecDecPP, Stopper
 from .planning.budget import DraftBudget
 from .planning.calibration import Calibration, Estimate, uncorrected
 from .planning.controller import Controller, Limits
@@ -32,6 +32,7 @@ LOSSLESS: dict[str, tuple[str, ...]] = {
     CHOSEN_GRAPH: ("match",),  # p/q rules do not hold
 }
 GROWERS = tuple(KINDS)
+LOOKUP_LEN = Lowerable(4)
 CHOICES: dict[str, tuple[str, ...]] = {
     "grow": (AUTO, *GROWERS),
     "merge": bounds.MERGERS,
@@ -66,16 +67,16 @@ class SpeculativeConfig:
     shape; "dyspec-heap" and "dyspec-threshold" are the paper's own forms. "topk" chooses the most probable tokens.
     "lookup" proposes what a prompt lookup finds and needs no draft.
     "auto" is "topk" at temperature 0, with merge="gsd" and with verify="match", else "dyspec". With budget="cost" and
-    neither merge nor lookup_ngram, "auto" is "chain" or, if nothing asks for drawn tokens, "topk" in rounds where that
-    is expected to be faster. At temperature 0 every proposal is lossless, so all growers choose the most probable
+    no merge, "auto" is "chain" or, if nothing asks for drawn tokens, "topk" in rounds where that is expected to be
+    faster. At temperature 0 every proposal is lossless, so all growers choose the most probable
     tokens instead of drawing, and "dyspec" is "topk".
     merge: "gsd" links recurring sequences of `merge_ngram` tokens. Drawn merges are exact under rejection with
     "dyspec-threshold", and only under matching with the other growers.
     stop_rule: the rule that ends a branch before the limits. key: the estimate of acceptance that DySpec grows by: the
     "draft"'s probability as in the paper, this probability "calibrated" by earlier rounds, or the trained "head" for
     tokens that the draft has read. verify: "match", "rejection", "block", "traversal", or "auto" for the best verifier
-    that is exact for the proposal. lookup_ngram: length of the n-gram of prompt lookup, 0 for several lengths with
-    grow="lookup", else for none; lookup_len: most tokens that one lookup adds. lookups: "auto" lets grow="auto" take
+    that is exact for the proposal. lookup_ngram: length of the n-gram that a prompt lookup looks up, 0 for several
+    lengths; lookup_len: most tokens that it proposes. lookups: "auto" lets grow="auto" take
     what a lookup finds in rounds where that is expected to be faster, if other settings are defaults.
 
     budget: "cost" chooses the depth and size of each round's proposal, or plain decoding, by measured costs, up to the
@@ -108,7 +109,7 @@ class SpeculativeConfig:
     entropy_threshold: float = 0.3
     min_draft_len: int = 1
     lookup_ngram: int = 0
-    lookup_len: int = Lowerable(4)
+    lookup_len: int = LOOKUP_LEN
     budget: str = "cost"
     lookups: str = AUTO
 
@@ -148,16 +149,11 @@ class SpeculativeConfig:
             raise ConfigError("topology must name each position's parent, an earlier position; 0 is the root")
         shape = self._limits().shape
         if self.shaped and not shape:
-            raise ConfigError("grow='static' needs a topology, such as 0,0,1: baseline.sequoia and k_ary make them")
+            raise ConfigError("grow='static' needs a topology, such as 0,0,1")
         if len(shape) > self.max_total_draft_tokens:
             raise ConfigError(
                 f"this shape draws {len(shape)} tokens, more than max_total_draft_tokens "
                 f"({self.max_total_draft_tokens}): drawn tokens must not be dropped; raise the one or lower the other"
-            )
-        if self.proposal == DRAWN_GRAPH and self.lookup_ngram:
-            raise ConfigError(
-                "lookup_ngram with merge='gsd' is not lossless for drawn tokens: a draw must not merge with a given "
-                "token; use grow='topk', or one of the two"
             )
 
     @property
@@ -167,13 +163,12 @@ class SpeculativeConfig:
     @property
     def proposal(self) -> str:
         """The kind of the proposals above temperature 0, a key of LOSSLESS."""
-        proposal = self._kind.merged if self.merge == "gsd" else self._kind.proposal
-        return DRAWN_TREE if proposal == DRAWN_CHAIN and self.lookup_ngram else proposal
+        return self._kind.merged if self.merge == "gsd" else self._kind.proposal
 
     @property
     def needs_acceptance(self) -> bool:
         """Whether the draft's engine must contain an acceptance head."""
-        return self.stop_rule.startswith("specdec++") or self.key == "head"
+        return self.stop_rule == "specdec++" or self.key == "head"
 
     @property
     def shaped(self) -> bool:
@@ -181,18 +176,11 @@ class SpeculativeConfig:
         return self._kind.shape is not None
 
     @property
-    def max_lookup(self) -> int:
-        """The most tokens that a prompt lookup adds to a proposal."""
-        if not self.drafts:
-            return min(self.lookup_len, self.max_draft_len)
-        return self.lookup_len if self.lookup_ngram else 0
-
-    @property
     def max_tokens(self) -> int:
         """The most tokens of one proposal, without its root."""
         if not self.drafts:
-            return self.max_lookup
-        return (self.max_draft_len if self._kind.is_chain else self.max_total_draft_tokens) + self.max_lookup
+            return min(self.lookup_len, self.max_draft_len)
+        return self.max_draft_len if self._kind.is_chain else self.max_total_draft_tokens
 
     @property
     def max_frontier(self) -> int:
@@ -217,10 +205,10 @@ class SpeculativeConfig:
 
     def round_shape(self, greedy: bool) -> RoundShape | None:
         """The shape of all proposals, where they are those of `BestFirst` alone, drawn chains or trees of
-        `DySpecLayers`, and a device can verify them: without merges, given tokens, and rules that end a branch. None
+        `DySpecLayers`, and a device can verify them: without merges and rules that end a branch. None
         for other settings."""
-        kind, rules = self._kind, (self.sibling_share, self.leaf_share, self.lookup_ngram)
-        if not kind.drafts or self.stop_rule != "fixed" or self.merge != "none" or any(rules):
+        kind, prunes = self._kind, self.sibling_share or self.leaf_share
+        if not kind.drafts or self.stop_rule != "fixed" or self.merge != "none" or prunes:
             return None
         depth = self.deepest(greedy)
         sizes = (depth, 1) if kind.is_chain else (self.max_total_draft_tokens, self.frontier_width)
@@ -258,24 +246,24 @@ class SpeculativeConfig:
         """Whether the tokens of a round may be those that a prompt lookup found. They are exact under matching only."""
         if not self.drafts:
             return self.budget == "cost"
-        planned = self.grow == AUTO and self.budget == "cost" and self.lookups == AUTO and not self.lookup_ngram
+        planned = self.grow == AUTO and self.budget == "cost" and self.lookups == AUTO
         plain = self.merge == "none" and self.stop_rule == "fixed" and self.key != "head"
         return planned and plain and (greedy or self.verify in (AUTO, "match"))
 
     def _shapes(self, widths: Sequence[int]) -> Shapes:
         """The shapes of proposals from which a controller may choose."""
         if self.shaped:
-            return Shapes((len(self._limits().shape),), self.deepest(True), self.max_frontier, False, self.max_lookup)
+            return Shapes((len(self._limits().shape),), self.deepest(True), self.max_frontier, False)
         if not self.drafts:
-            return Shapes((), self.max_lookup, 0, True, 0)
+            return Shapes((), self.max_tokens, 0, True)
         if self._kind.is_chain:
-            return Shapes((), self.max_draft_len, 1, True, self.max_lookup)
+            return Shapes((), self.max_draft_len, 1, True)
         most = self.max_total_draft_tokens
         depth = min(self.max_draft_len, most)  # also of a chain or a lookup in the place of a tree
-        sizes = {most, *(width - 1 - self.max_lookup for width in widths if 0 < width - 1 - self.max_lookup < most)}
+        sizes = {most, *(width - 1 for width in widths if 0 < width - 1 < most)}
         # A chain is drawn like the tree's first branch, and every verifier that is exact for trees is exact for chains.
-        either = self.grow == AUTO and self.merge == "none" and not self.lookup_ngram
-        return Shapes(tuple(sorted(sizes)), depth, self.frontier_width, either, self.max_lookup)
+        either = self.grow == AUTO and self.merge == "none"
+        return Shapes(tuple(sorted(sizes)), depth, self.frontier_width, either)
 
     def within(self, depth: int, size: int, chain: bool, chosen: bool) -> SpeculativeConfig:
         """The same configuration with a plan's limits. A shape that the settings fix keeps its size."""
@@ -284,7 +272,7 @@ class SpeculativeConfig:
         grow = "topk" if chosen else "chain" if chain else self.grow
         width = 1 if chain and chosen else self.frontier_width
         verify = "match" if chosen else self.verify  # only matching verifies chosen tokens
-        within = replace(self, grow=grow, verify=verify, frontier_width=width)
+        within = replace(self, grow=grow, verify=verify, frontier_width=width, lookup_ngram=0, lookup_len=LOOKUP_LEN)
         return replace(within, max_draft_len=depth, max_total_draft_tokens=size)
 
     def calibration(self, greedy: bool) -> Calibration | None:
@@ -296,17 +284,16 @@ class SpeculativeConfig:
         """The stopper that ends branches early. `estimate` corrects the draft's probabilities."""
         if self.stop_rule == "specdec++":
             return SpecDecPP(self.rejection_threshold, self.min_draft_len, estimate)
-        if self.stop_rule == "specdec++-lagged":
-            return SpecDecPPLagged(self.rejection_threshold, self.min_draft_len)
         if self.stop_rule == "confidence":
             return Confidence(self.confidence_threshold)
         return Entropy(self.entropy_threshold) if self.stop_rule == "entropy" else Fixed()
 
     def lookup(self, greedy: bool) -> PromptLookup | None:
         """The n-gram index of one request, if the configuration enables prompt lookup."""
-        if self.lookup_ngram or not self.drafts:
-            return PromptLookup((self.lookup_ngram,) if self.lookup_ngram else LENGTHS, self.max_lookup)
-        return PromptLookup(LENGTHS, self._shapes(()).depth) if self.looks_up(greedy) else None
+        if self.drafts and not self.looks_up(greedy):
+            return None
+        ngrams, most = (self.lookup_ngram,) if self.lookup_ngram else LENGTHS, self._shapes(()).depth
+        return PromptLookup(ngrams, most if isinstance(self.lookup_len, Lowerable) else min(most, self.lookup_len))
 
     def verifier(self, greedy: bool) -> Verifier:
         """The verifier of the proposals. At temperature 0 all verifiers agree, and matching is the cheapest."""

@@ -155,21 +155,9 @@ def offers_at(
     tree: TokenTree, row: int, children: Sequence[int]
 ) -> tuple[NDArray[np.int64], list[tuple[int, int, NDArray[np.float64]]]]:
     """The ids [K] of all tokens that may be offered at a row; and for each child the row number, its token's index in
-    the ids, and D [K], the distribution it was offered from: a drawn child's remaining q, else a point mass."""
+    the ids, and D [K], the distribution it was drawn from, its remaining q."""
     q = tree.draft_probs.get(row, NO_CANDIDATES)
-    given = [tree.token_ids[child] for child in children if child in tree.looked_up]
-    if not given:
-        return q.ids, [(child, q.place(tree.token_ids[child]), tree.remaining[child]) for child in children]
-    ids = np.union1d(q.ids, given)
-    offers = []
-    for child in children:
-        y, D = int(ids.searchsorted(tree.token_ids[child])), np.zeros(len(ids))
-        if child in tree.looked_up:
-            D[y] = 1.0
-        else:
-            D[ids.searchsorted(q.ids)] = tree.remaining[child]
-        offers.append((child, y, D))
-    return ids, offers
+    return q.ids, [(child, q.place(tree.token_ids[child]), tree.remaining[child]) for child in children]
 
 
 VERIFIERS: dict[str, Verifier] = {

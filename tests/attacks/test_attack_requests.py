@@ -116,7 +116,7 @@ PROPOSALS: list[tuple[dict[str, Any], str]] = [
     ({"frontier_width": 1024, "max_draft_len": 1024, "max_total_draft_tokens": 1024}, "widest pass"),
     ({"draft_threshold": 10**400}, "draft_threshold must be in"),
     ({"grow": "x" * 100_000}, "grow must be one of"),
-    ({"x" * 100_000: 1}, "is unknown"),
+    ({"x" * 100_000: 1}, "SpeculativeConfig has no"),
 ]
 
 
@@ -177,8 +177,8 @@ def test_numbers_names_and_texts_that_are_none(client: Any, body: str | bytes, n
 LARGEST: list[dict[str, Any]] = [
     {"merge": "gsd", "merge_ngram": 1, "grow": "topk", "frontier_width": 64, "max_draft_len": 2},
     {"merge": "gsd", "merge_ngram": 16, "grow": "topk", "max_total_draft_tokens": 63},
-    {"lookup_ngram": 16, "lookup_len": 40},
-    {"lookup_ngram": 1, "lookup_len": 40},
+    {"grow": "lookup", "lookup_ngram": 16, "lookup_len": 40, "max_draft_len": 40},
+    {"grow": "lookup", "lookup_ngram": 1, "lookup_len": 40},
     {"grow": "dyspec-threshold", "merge": "gsd", "merge_ngram": 1, "draft_threshold": 1e-300},
     {"grow": "static", "topology": list(range(15))},
     {"grow": "k-ary", "branching": [15]},

@@ -31,6 +31,7 @@ from draftwood.builder.progress import Step
 from draftwood.builder.quantization.formats import FORMATS, QuantizedCheckpoint
 from draftwood.models import bindings
 from draftwood.models.errors import ConfigError
+from draftwood.models.typed import typed
 from draftwood.plugins.tensorrt import tensorrt_logger
 from draftwood.plugins.tree_attention import library
 from draftwood.runtime.engines.compatibility import RTX_COMPUTE_CAPABILITIES, LayerReport, TensorRTPlan, WidthFamily
@@ -91,7 +92,7 @@ def test_tensorrt_s_own_attention(
     assert (plan.package, plan.kernel, plan.executed) == ("tensorrt-rtx", None, False)
     assert plan.version.startswith("1.")
     assert plan.families == (WidthFamily(1, 4, 16), WidthFamily(17, 32, 32))
-    assert TensorRTPlan.from_json(plan.to_json()) == plan
+    assert typed(TensorRTPlan, plan.to_json(), "plan") == plan
 
 
 def test_low_bit_matrices_stay_low_bit_in_the_plan(compiled: Compile, tmp_path: Path) -> None:

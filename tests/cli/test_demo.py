@@ -1,9 +1,8 @@
-"""draftwood demo: which models it takes, the commands that it runs, and the questions that its draft learned from."""
+"""draftwood demo: which models it takes, and the commands that it runs."""
 
 from __future__ import annotations
 
 import json
-import random
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -12,7 +11,6 @@ import pytest
 from draftwood.cli import main as command_line
 from draftwood.cli.demo import FOLDER, PACKAGE
 from draftwood.cli.main import main
-from draftwood.models.demo.questions import NOUNS, PLACEHOLDER, WEIGHTS, fill, read_forms
 
 
 def commands_of(monkeypatch: pytest.MonkeyPatch, *options: str) -> list[list[str]]:
@@ -71,17 +69,3 @@ def test_the_demos_draft_is_what_its_card_says() -> None:
     card = (FOLDER / "smollm2" / "README.md").read_text()
     known = [value for name, value in figures["acceptance"].items() if name.startswith("acceptance_")]
     assert len(known) == 3 and all(f"{value:.3f}" in card for value in known)
-
-
-GIVEN = {"arguments", "call", "type", "result"}  # by a signature
-PAIRED = ("functions", "about", "definitions", "translations")  # forms with two placeholders of their own
-
-
-def test_every_form_is_filled() -> None:
-    words, forms = read_forms("words"), read_forms("forms")
-    assert set(WEIGHTS) | {"arguments", "types"} == set(forms)
-    banks = {**{kind: ["house"] for kind in [*NOUNS, "noun"]}, **words}
-    for kind, found in forms.items():
-        for form in [] if kind in PAIRED else found:
-            filled = fill(form, banks, random.Random(0), dict.fromkeys(GIVEN, "x"))
-            assert not PLACEHOLDER.search(filled), form

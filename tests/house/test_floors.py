@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from bundling import ROOT
 
-from draftwood.runtime.engines.backends import BACKENDS, REMOVED
+from draftwood.runtime.engines.backends import BACKENDS
 
 FLOORS = ("plugins", "models", "runtime", "builder", "cli", "src")
 FACE = ROOT / "src" / "draftwood"  # the package itself, which links the others
@@ -20,7 +20,6 @@ RESERVED = {
     "onnxruntime": ("runtime/engines/onnx/onnxruntime.py",),
     "tensorrt": ("plugins/tensorrt.py",),
     "torch": (
-        "plugins/tree_attention/launch.py",
         "models/llama.py",
         "builder/head/",
         "builder/distillation/",
@@ -144,7 +143,7 @@ def compared_backends(code: str) -> list[str]:
     """Names of backends, and of tuples of them, that a file compares something with."""
     found = []
     for node in compared(ast.parse(code)):
-        if isinstance(node, ast.Constant) and node.value in (*BACKENDS, *REMOVED):
+        if isinstance(node, ast.Constant) and node.value in BACKENDS:
             found.append(str(node.value))
         elif isinstance(node, ast.Name) and node.id == "PACKAGES":
             found.append(node.id)

@@ -11,7 +11,7 @@ from itertools import product
 
 import numpy as np
 import pytest
-from attention import TOLERANCES, Case
+from attention import TOLERANCES, Case, live_splits, split_traffic
 
 from draftwood.plugins.tree_attention.plan import ITEM_BYTES, Variant, plan_launch
 from draftwood.plugins.tree_attention.reference import sequence_of, visible_slots
@@ -76,8 +76,8 @@ def test_partial_results_are_those_of_the_splits_that_a_text_needs(length: int, 
     case = Case(1, 4, 3, 0, 4096, (length,), 64, "fp16", multiprocessors=16)
     plan = plan_launch(case.tensors().shape(), case.multiprocessors)
     answer = attend(case, for_capability(80, portable=True))
-    assert plan.grid[2] == 32 and plan.live_splits(length) == live
-    assert answer.split_traffic == plan.split_traffic(length)
+    assert plan.grid[2] == 32 and live_splits(plan, length) == live
+    assert answer.split_traffic == split_traffic(plan, length)
     np.testing.assert_allclose(answer.output, case.tensors().expected(), rtol=0, atol=TOLERANCES["fp16"])
 
 

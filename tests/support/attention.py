@@ -135,6 +135,21 @@ def workspace(layout: LaunchPlan, device: str = "cpu") -> torch.Tensor | None:
     return torch.full((layout.workspace_bytes // 4,), float("nan"), device=device)
 
 
+def live_splits(plan: LaunchPlan, length: int) -> int:
+    """The splits that a sequence of `length` committed slots takes, as the kernel counts them on the device."""
+    slots = plan.variant.block_slots
+    blocks = -(-min(length + plan.shape.columns, plan.shape.capacity) // slots)
+    return -(-blocks // max(-(-blocks // plan.num_splits), plan.variant.split_slots // slots))
+
+
+def split_traffic(plan: LaunchPlan, length: int) -> int:
+    """Bytes of partial results that a call writes and reads, if its rows belong to one sequence."""
+    if plan.num_splits == 1:
+        return 0
+    live = live_splits(plan, length)
+    return 8 * plan.items * (1 + (live * (plan.shape.head_dim + 1) if live > 1 else 0))
+
+
 def model(precision: str, capacity: int, heads: int, kv_heads: int, head_dim: int) -> onnx.ModelProto:
     """A graph of one TreeAttention, N, T and S free."""
     floating = TYPES[precision]

@@ -12,8 +12,8 @@ from draftwood.runtime.speculation.planning.controller import Controller, RoundP
 from draftwood.runtime.speculation.planning.cost import CostModel, HostCosts, PassCosts
 from draftwood.runtime.speculation.planning.estimate import Shapes, VerifierChoice
 
-CHAIN = Shapes((), 12, 1, True, 0)
-TREES = Shapes((1, 3, 7, 15), 8, 4, False, 0)
+CHAIN = Shapes((), 12, 1, True)
+TREES = Shapes((1, 3, 7, 15), 8, 4, False)
 DEAR_DRAFT = 3.0  # passes of the target
 
 

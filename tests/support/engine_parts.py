@@ -15,7 +15,11 @@ from draftwood.builder.checkpoints.checkpoint import Checkpoint
 from draftwood.models import bindings
 from draftwood.runtime.engines.base import Engine, EngineSpec, TokenBatch
 from draftwood.runtime.engines.native.engine import NativeKVCache
+from draftwood.runtime.engines.onnx.device import DeviceKVCache
 from draftwood.runtime.engines.passes import prefill
+from draftwood.runtime.engines.static.engine import StaticKVCache
+from draftwood.runtime.engines.static.memory import CacheMemory
+from draftwood.runtime.engines.static.pool import SharedKVCache
 
 WIDTHS, CAPACITY = (1, 2, 4, 8, 16, 32), 600
 SHARED_CAPACITY, SHARED_COLUMNS = 256, 192  # of three sequences: regions of 192 slots, shares of 53 columns
@@ -59,10 +63,36 @@ def score(engine: Engine, batch: TokenBatch, cache: Any) -> NDArray[np.float32]:
     return engine.score(batch, cache).logits[: batch.num_tokens].copy()
 
 
+def stored(cache: Any) -> Any:
+    """All rows of a cache that is not native, [2 * layers, 1, H_kv, C, D]."""
+    if isinstance(cache, StaticKVCache):
+        with cache._engine.lock:
+            return held_by(cache._memory)
+    if isinstance(cache, SharedKVCache):
+        pool, first = cache._pool, cache.first_slot
+        with pool._engine.lock:
+            pool._queue_moves()
+            return held_by(pool.memory)[:, :, :, first : first + pool.region]
+    return cache._value.numpy()[:, None] if isinstance(cache, DeviceKVCache) else cache.buffer
+
+
+def held_by(memory: CacheMemory) -> NDArray[Any]:
+    """A copy of a cache's rows on a device: float32, or uint16 with the bits of fp16 or bf16."""
+    engine, geometry = memory._engine, memory.geometry
+    device, head_dim = engine.device, engine.spec.model.head_dim
+    block = device.allocate_pinned(geometry.nbytes)
+    device.download(block, memory._memory.address, engine.stream)
+    device.synchronize(engine.stream)
+    dtype = np.float32 if geometry.row_bytes == 4 * head_dim else np.uint16
+    used = geometry.heads * geometry.capacity * geometry.row_bytes
+    shape = (geometry.tensors, 1, geometry.heads, geometry.capacity, head_dim)
+    return block.reshape(geometry.tensors, -1)[:, :used].copy().view(dtype).reshape(shape)
+
+
 def contents(cache: Any) -> NDArray[np.float32]:
     """Keys and values of the committed rows, [2 * layers, 1, H_kv, rows, D]."""
     if not isinstance(cache, NativeKVCache):
-        return torch.as_tensor(cache.buffer[:, :, :, : cache.length]).numpy(force=True).copy()
+        return torch.as_tensor(stored(cache)[:, :, :, : cache.length]).numpy(force=True).copy()
     keys, values = cache.keys.swapaxes(-1, -2), cache.values.swapaxes(-3, -2)  # the slots before the numbers of each
     layers, heads, size, slots = *keys.shape[:2], keys.shape[-1], cache.values.shape[3]
     parts = [part.reshape(layers, heads, slots, -1)[..., :size].astype(np.float32) for part in (keys, values)]

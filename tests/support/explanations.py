@@ -30,7 +30,7 @@ CONFIGS = {
     "heap": SpeculativeConfig("dyspec-heap"),
     "drawn gsd": SpeculativeConfig("dyspec-threshold", merge="gsd", draft_threshold=0.02, max_total_draft_tokens=30),
     "specdec++": SpeculativeConfig("chain", stop_rule="specdec++", rejection_threshold=0.5),
-    "lookup": SpeculativeConfig("chain", lookup_ngram=1),
+    "lookup": SpeculativeConfig("lookup", lookup_ngram=1),
     "plain": None,
 }
 

@@ -72,7 +72,6 @@ GROWN: dict[str, dict[str, Any]] = {
         "key": "head",
     },
     "chain, specdec++": {"grow": "chain", "stop_rule": "specdec++", "rejection_threshold": 0.4},
-    "chain, lagged": {"grow": "chain", "stop_rule": "specdec++-lagged", "rejection_threshold": 0.4},
     "chain, confidence": {"grow": "chain", "stop_rule": "confidence", "confidence_threshold": 0.4},
     "chain, entropy": {"grow": "chain", "stop_rule": "entropy", "entropy_threshold": 0.3},
     "dyspec, specdec++": {"grow": "dyspec", "stop_rule": "specdec++", "rejection_threshold": 0.5},
@@ -83,10 +82,7 @@ GROWN: dict[str, dict[str, Any]] = {
         "draft_threshold": 0.1,
         "stop_rule": "specdec++",
     },
-    "chain, lookup": {"grow": "chain", "lookup_ngram": 1, "lookup_len": 2},
-    "dyspec, lookup": {"grow": "dyspec", "lookup_ngram": 1, "lookup_len": 1, "max_total_draft_tokens": 3},
     "lookup": {"grow": "lookup", "lookup_ngram": 1, "lookup_len": 2},
-    "topk, lookup": {"grow": "topk", "lookup_ngram": 1},
 }
 
 

@@ -191,16 +191,6 @@ class Place(NamedTuple):
     end: int
 
 
-def check_weights(path: Path, spec: EngineSpec) -> None:
-    """Compare the header of a file with a spec and read nothing else. Raises EngineError."""
-    try:
-        with path.open("rb") as file:
-            places = read_header(file.read(8), file.read, path.stat().st_size)
-    except (OSError, ValueError, RecursionError) as error:
-        raise EngineError(f"{path.name} cannot be read ({error}): rebuild the bundle") from error
-    check_tensors(path.name, {name: place.stored for name, place in places.items()}, spec)
-
-
 def read_header(prefix: bytes, read: Callable[[int], bytes], file_bytes: int) -> dict[str, Place]:
     """Read the place of each tensor. prefix: the first 8 bytes of the file. read: reads the next bytes. Raises
     ValueError when the header does not describe a file of `file_bytes` bytes."""

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from threading import Lock
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -38,18 +38,6 @@ class MemoryUse(NamedTuple):
     workspace: int
     kv_cache: int
     pinned: int
-
-    @property
-    def device(self) -> int:
-        """The bytes on the device with one open cache."""
-        return self.weights + self.workspace + self.kv_cache
-
-
-def memory_use(spec: EngineSpec, weight_bytes: int, workspace_bytes: int, cache_itemsize: int) -> MemoryUse:
-    """The memory of an engine. weight_bytes: the size of a plan is a close estimate."""
-    widest = PassShape(spec.max_width, spec.max_width, spec.max_width)
-    pinned = Layout.inputs(spec, widest).nbytes + Layout.outputs(spec, widest).nbytes
-    return MemoryUse(weight_bytes, workspace_bytes, cache_geometry(spec, cache_itemsize).nbytes, pinned)
 
 
 class StaticEngine(Engine):
@@ -83,8 +71,12 @@ class StaticEngine(Engine):
 
     @property
     def memory(self) -> MemoryUse:
-        program = self.program
-        return memory_use(self.spec, program.weight_bytes, program.workspace_bytes, program.cache_itemsize)
+        """The size of the plan is a close estimate of its weights."""
+        spec, program = self.spec, self.program
+        widest = PassShape(spec.max_width, spec.max_width, spec.max_width)
+        pinned = Layout.inputs(spec, widest).nbytes + Layout.outputs(spec, widest).nbytes
+        kv_cache = cache_geometry(spec, program.cache_itemsize).nbytes
+        return MemoryUse(program.weight_bytes, program.workspace_bytes, kv_cache, pinned)
 
     def new_cache(self, salt: str | None = None) -> KVCache:
         return StaticKVCache(self) if self.spec.max_batch == 1 else self.pool.new_cache()
@@ -183,11 +175,6 @@ class StaticKVCache(GrowingKVCache):
     def capacity(self) -> int:
         """The number of slots. All are allocated at once, because a CUDA graph contains their addresses."""
         return self._spec.capacity
-
-    @property
-    def buffer(self) -> NDArray[Any]:
-        with self._engine.lock:
-            return self._memory.contents()
 
     @property
     def memory(self) -> CacheMemory:

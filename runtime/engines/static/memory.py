@@ -63,17 +63,6 @@ class CacheMemory:
         self._engine.device.move_rows(move, self._engine.stream)
         self._engine.has_queued_moves = True
 
-    def contents(self) -> NDArray[Any]:
-        """A copy in host memory, [2 * layers, 1, H_kv, C, D]: float32, or uint16 with the bits of fp16 or bf16."""
-        device, geometry, head_dim = self._engine.device, self.geometry, self._engine.spec.model.head_dim
-        block = device.allocate_pinned(geometry.nbytes)
-        device.download(block, self._memory.address, self._engine.stream)
-        device.synchronize(self._engine.stream)
-        dtype = np.float32 if geometry.row_bytes == 4 * head_dim else np.uint16
-        used = geometry.heads * geometry.capacity * geometry.row_bytes
-        shape = (geometry.tensors, 1, geometry.heads, geometry.capacity, head_dim)
-        return block.reshape(geometry.tensors, -1)[:, :used].copy().view(dtype).reshape(shape)
-
     def _addresses(self) -> dict[str, int]:
         """The addresses of every layer's keys and values, by the names of the inputs and of the outputs."""
         names = [(layer, kind) for layer in range(self._engine.spec.model.num_layers) for kind in bindings.KINDS]

@@ -42,11 +42,6 @@ class SharedKVCache:
     def speculative(self) -> int:
         return len(self.speculative_columns)
 
-    @property
-    def buffer(self) -> NDArray[Any]:
-        """A copy of the sequence's region in host memory, see CacheMemory.contents."""
-        return self._pool.contents(self)
-
     def commit(self, slots: Sequence[int]) -> None:
         """See KVCache.commit. Raises EngineError for a slot that was not computed, and for too many rows."""
         self._pool.commit(self, slots)
@@ -155,11 +150,6 @@ class StaticPool:
     def truncate(self, cache: SharedKVCache, length: int) -> None:
         with self._engine.lock:  # a pass of another thread may be compacting rows
             cache.length, cache.speculative_columns = min(cache.length, length), NO_COLUMNS
-
-    def contents(self, cache: SharedKVCache) -> NDArray[Any]:
-        with self._engine.lock:
-            self._queue_moves()
-            return self.memory.contents()[:, :, :, cache.first_slot : cache.first_slot + self.region]
 
     def _check(self, batch: TokenBatch, cache: SharedKVCache) -> None:
         """Raises EngineError for a batch that would overwrite rows of other sequences, or that fits no pass."""

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import fields
 from typing import Annotated, Any, ClassVar, Literal, cast
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, field_validator
 from pydantic_core import PydanticKnownError
 
-from ....models.errors import RequestError
+from ....models.errors import ConfigError, RequestError
 from ...llm import Speculation
 from ...prompt import Prompt, is_batch
 from ...sampling.params import LARGEST_COUNT, MAX_LOGPROBS, SamplingParams
-from ...speculation.bounds import check_bounds
 from ...speculation.config import SpeculativeConfig
 from ...text.conversation import MAX_MESSAGES, ChatSettings, Role, text_of
 from ...text.infill import Infill
@@ -336,10 +334,8 @@ def conversation(messages: list[Message]) -> list[dict[str, Any]]:
 
 
 def speculative_config(values: Mapping[str, Any]) -> SpeculativeConfig:
-    """A SpeculativeConfig from JSON. Raises RequestError, or ConfigError if it is not lossless."""
-    known = {field.name for field in fields(SpeculativeConfig)}
-    unknown = next((name for name in values if name not in known), None)
-    if unknown is not None:
-        raise RequestError(f"speculative.{unknown:.100} is unknown: it takes the fields of SpeculativeConfig")
-    check_bounds(values, RequestError, "speculative.")
-    return SpeculativeConfig(**values)
+    """A SpeculativeConfig from JSON. Raises RequestError."""
+    try:
+        return SpeculativeConfig(**values)
+    except ConfigError as error:
+        raise RequestError(f"speculative: {error}") from error

@@ -13,6 +13,7 @@ from ....models.printable import shell_word
 from ...bundle.bundle import EngineBundle
 from ...bundle.fit import fitted
 from ...bundle.staging import move_into_place, sibling
+from ...engines.backends import BACKENDS, GRAPH
 from .contract import OPTIONAL_INPUTS, OUTPUTS, PROMPT, ModelSettings, TensorSpec
 
 CONFIG = "config.pbtxt"
@@ -43,7 +44,7 @@ or in NVIDIA's container, with draftwood's wheel in ./dist
     docker run --rm --shm-size=1g{docker_gpus} -p 8000:8000 -p 8001:8001 -p 8002:8002 \\
       -v {mounted} -v $PWD/dist:/dist:ro{docker_bundle} \\
       nvcr.io/nvidia/tritonserver:24.12-py3 \\
-      bash -c 'pip install "$(ls /dist/draftwood-*.whl)[{extra}]" && \\
+      bash -c 'pip install "$(ls /dist/draftwood-*.whl)[{extras}]" && \\
                exec tritonserver --model-repository=/models \\
                {options}'
 
@@ -104,7 +105,7 @@ def write_model(
             opened.copy_to(staging / "bundle")
         placed = replace(settings, bundle="bundle" if copy_bundle else str(bundle.resolve()))
         (staging / CONFIG).write_text(config_pbtxt(name, placed, placement), encoding="utf-8")
-        (staging / "README.md").write_text(readme(bundle.resolve(), folder, placed, placement), encoding="utf-8")
+        (staging / "README.md").write_text(readme(opened, folder, placed, placement), encoding="utf-8")
         move_into_place(staging, folder)
     except OSError as error:
         raise ConfigError(f"cannot write {folder} ({error.strerror}): choose another folder") from error
@@ -159,9 +160,14 @@ def quoted(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)
 
 
-def readme(bundle: Path, folder: Path, settings: ModelSettings, placement: Placement) -> str:
+def readme(opened: EngineBundle, folder: Path, settings: ModelSettings, placement: Placement) -> str:
     """The README of the model's folder: how to start the model."""
-    copied = settings.bundle == "bundle"
+    bundle, copied = opened.folder.resolve(), settings.bundle == "bundle"
+    on_onnxruntime = "gpu" if settings.provider == "cuda" else "onnxruntime"
+    extras = {
+        on_onnxruntime if BACKENDS[spec.backend].file == GRAPH else spec.plan.package if spec.plan else spec.backend
+        for spec in opened.manifest.engines.values()
+    }
     devices = ",".join(map(str, placement.gpus))
     return README.format(
         name=folder.name,
@@ -171,5 +177,5 @@ def readme(bundle: Path, folder: Path, settings: ModelSettings, placement: Place
         options=f"--disable-auto-complete-config --model-control-mode=explicit --load-model={folder.name}",
         docker_gpus=f""" --gpus '"device={devices}"'""" if placement.gpus else "",
         docker_bundle="" if copied else f" -v {shell_word(f'{bundle}:{bundle}:ro')}",
-        extra="gpu,serve,structured" if settings.provider == "cuda" else "cpu,serve,structured",
+        extras=",".join(sorted(extras)),
     )

@@ -205,7 +205,7 @@ def speculation(
 ) -> SpeculativeConfig | None:
     """The model's settings of speculation with the request's changes. limit: of draft tokens; 0 means plain
     decoding."""
-    check_bounds(changes, RequestError)
+    check_bounds(changes)
     if limit == 0:
         return None
     config = own if own is not None or not (changes or limit) else SpeculativeConfig()

@@ -15,8 +15,8 @@ ROOT = 0  # the last committed token
 
 
 class Edge(NamedTuple):
-    """One continuation. gain: log-value of the child minus its parent's, see TokenGraph. looked_up: the child was not
-    drawn from the parent's q but given (by prompt lookup), with probability one. R [K]: the distribution from which a
+    """One continuation. gain: log-value of the child minus its parent's, see TokenGraph. looked_up: a prompt
+    lookup found the child, with probability one. R [K]: the distribution from which a
     drawn child was drawn, which is q without the siblings drawn before it."""
 
     child: int
@@ -119,7 +119,7 @@ class TokenGraph:
 
     def rank(self, node: int) -> int:
         """The number of siblings that were drawn or chosen before `node`."""
-        siblings = [edge.child for edge in self.edges[self.parents[node]] if not edge.looked_up]
+        siblings = [edge.child for edge in self.edges[self.parents[node]]]
         return siblings.index(node) if node in siblings else 0
 
     def probability(self, node: int) -> float:

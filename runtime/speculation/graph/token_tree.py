@@ -20,9 +20,9 @@ class TokenTree:
 
     token_ids, parents, depths: one entry per row (the root's parent is -1). children: rows below each row, in draw
     order. nodes: the graph node of each row. merged: whether the row's path differs from the context in which its node
-    was drafted. looked_up: rows whose token was given, not drawn. shares: the draft's probability of each row's token,
-    see TokenGraph. draft_probs: by row, the distribution q from which its drawn children were drawn; empty if none was.
-    remaining: by drawn row, the distribution R [K] of its Edge, from which the row's token was drawn.
+    was drafted. shares: the draft's probability of each row's token, see TokenGraph. draft_probs: by row, the
+    distribution q from which its drawn children were drawn; empty if none was. remaining: by drawn row, the
+    distribution R [K] of its Edge, from which the row's token was drawn.
     """
 
     token_ids: tuple[int, ...]
@@ -31,7 +31,6 @@ class TokenTree:
     children: tuple[tuple[int, ...], ...]
     nodes: tuple[int, ...]
     merged: tuple[bool, ...]
-    looked_up: frozenset[int]
     shares: tuple[float, ...]
     draft_probs: dict[int, Candidates]
     remaining: dict[int, NDArray[np.float64]]
@@ -83,7 +82,7 @@ class TokenTree:
 
 def root_alone(token: int) -> TokenTree:
     """The tree without a proposal."""
-    return TokenTree((token,), (-1,), (0,), ((),), (ROOT,), (False,), frozenset(), (1.0,), {}, {})
+    return TokenTree((token,), (-1,), (0,), ((),), (ROOT,), (False,), (1.0,), {}, {})
 
 
 def unroll(graph: TokenGraph, max_tokens: int, max_depth: int) -> TokenTree:
@@ -101,7 +100,7 @@ def unroll(graph: TokenGraph, max_tokens: int, max_depth: int) -> TokenTree:
     depths: list[int] = []
     children: list[list[int]] = []
     merged: list[bool] = []
-    looked_up, draft_probs, remaining = set(), {}, {}
+    draft_probs, remaining = {}, {}
     heap: list[tuple[float, int, int, int, bool, Edge]] = [(0.0, ROOT, 0, -1, False, Edge(ROOT, 0.0, False, None))]
     pushed = 0
     while heap and len(nodes) <= max_tokens:
@@ -114,8 +113,6 @@ def unroll(graph: TokenGraph, max_tokens: int, max_depth: int) -> TokenTree:
         if row:
             children[parent].append(row)
         merged.append(copied)
-        if edge.looked_up:
-            looked_up.add(row)
         if edge.R is not None:
             remaining[row] = edge.R
         if node in graph.draft_probs:
@@ -131,7 +128,6 @@ def unroll(graph: TokenGraph, max_tokens: int, max_depth: int) -> TokenTree:
         children=tuple(map(tuple, children)),
         nodes=tuple(nodes),
         merged=tuple(merged),
-        looked_up=frozenset(looked_up),
         shares=tuple(map(graph.shares.__getitem__, nodes)),
         draft_probs=draft_probs,
         remaining=remaining,

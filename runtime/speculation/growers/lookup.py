@@ -37,17 +37,9 @@ class PromptLookup:
         return NO_MATCH
 
 
-def graft_lookup(graph: TokenGraph, tokens: Sequence[int]) -> None:
-    """Add a path of given tokens below the root, before anything is drawn. Its tokens have probability one. A later
-    draw of the same token becomes a child of its own, because merging the two would be biased."""
-    node = ROOT
+def path_of(root: int, tokens: Sequence[int]) -> TokenGraph:
+    """The tokens of a lookup, one after the other."""
+    graph, node = TokenGraph(root), ROOT
     for token in tokens:
         node = graph.add(node, token, gain=0.0, share=1.0, looked_up=True)
-
-
-def graft_chosen(graph: TokenGraph, tokens: Sequence[int]) -> None:
-    """Add a path of chosen tokens below the root. Existing nodes are reused, missing nodes are added."""
-    node = ROOT
-    for token in tokens:
-        known = next((edge.child for edge in graph.edges[node] if graph.tokens[edge.child] == token), None)
-        node = graph.add(node, token, gain=0.0, share=1.0, looked_up=True) if known is None else known
+    return graph

@@ -75,20 +75,6 @@ class SpecDecPP:
 
 
 @dataclass(frozen=True, slots=True)
-class SpecDecPPLagged:
-    """The rule of the released code, which stops one token later: Y_{k+1} is drawn and proposed, but not scored."""
-
-    h: float
-    k_min: int
-
-    def before_draw(self, graph: TokenGraph, node: int, logits: NDArray[np.float32]) -> bool:
-        return False
-
-    def before_score(self, graph: TokenGraph, node: int) -> bool:
-        return graph.depths[node] >= self.k_min and rejection(graph, graph.parents[node]) > self.h
-
-
-@dataclass(frozen=True, slots=True)
 class Confidence:
     """Hugging Face's assistant threshold (DISCO): stop after a token whose draft probability is below `threshold`."""
 

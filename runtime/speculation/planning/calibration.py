@@ -58,13 +58,9 @@ class Calibration:
 
     def update(self, tree: TokenTree, accepted: Sequence[int]) -> None:
         """Learn from one round. accepted: the accepted rows of `tree`."""
-        kept, looked_up, shares = set(accepted), tree.looked_up, tree.shares
+        kept, shares = set(accepted), tree.shares
         for row in (0, *accepted):
-            children = tree.children[row]
-            drawn = [child for child in children if child not in looked_up] if looked_up else children
-            if len(drawn) < len(children) and not kept.isdisjoint(looked_up.intersection(children)):
-                continue  # a given token was accepted, possibly before any drawn token was tested
-            for rank, child in enumerate(drawn):
+            for rank, child in enumerate(tree.children[row]):
                 counted, cell = min(rank, RANKS - 1), bin_of(shares[child])
                 self._offered[counted][cell] += 1
                 self._all_offered[counted] += 1

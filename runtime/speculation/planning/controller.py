@@ -271,7 +271,7 @@ class Controller:
 
     def _delay(self, plan: RoundPlan) -> float:
         """Seconds that one request's proposal adds to a shared pass of plain rows, minus the seconds that it saves."""
-        tokens, host = plan.size + self._shapes.num_lookup, self._hosts[plan.chosen]
+        tokens, host = plan.size, self._hosts[plan.chosen]
         longer: float = self._longer[tokens] + host.round + host.token * tokens - host.plain
         return max(0.0, longer - (plan.tokens - 1) * self._plain_seconds)
 

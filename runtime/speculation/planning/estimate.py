@@ -40,14 +40,12 @@ MAX_WAITING = 64  # rounds that are counted together at most
 
 class Shapes(NamedTuple):
     """The proposals to choose from: chains, if `chain` is true, and trees of the given `sizes` in tokens, ascending.
-    depth: greatest depth. frontier: rows of a draft pass, 0 without a draft. num_lookup: additional tokens from a
-    prompt lookup."""
+    depth: greatest depth. frontier: rows of a draft pass, 0 without a draft."""
 
     sizes: tuple[int, ...]
     depth: int
     frontier: int
     chain: bool
-    num_lookup: int
 
     @property
     def grid(self) -> tuple[int, int]:
@@ -63,14 +61,12 @@ class VerifierChoice(NamedTuple):
 
 
 def choices_of(tree: TokenTree, accepted: Sequence[int]) -> list[VerifierChoice]:
-    """The verifier's choices along an accepted path, among drawn or chosen tokens. A row at which a given token was
-    accepted is left out, because the verifier may not have tested the other children."""
-    choices = []
-    for row, taken in zip((0, *accepted), (*accepted, None), strict=True):
-        drawn = [child for child in tree.children[row] if child not in tree.looked_up]
-        if drawn and taken not in tree.looked_up:
-            choices.append(VerifierChoice(None if taken is None else drawn.index(taken), len(drawn)))
-    return choices
+    """The verifier's choices along an accepted path."""
+    return [
+        VerifierChoice(None if taken is None else children.index(taken), len(children))
+        for row, taken in zip((0, *accepted), (*accepted, None), strict=True)
+        if (children := tree.children[row])
+    ]
 
 
 class Steps(NamedTuple):
@@ -124,7 +120,7 @@ class AcceptanceEstimate:
         for row, smaller in enumerate(self._shapes.sizes, start=self._shapes.chain):
             if size is None or smaller > size:
                 return
-            self._enter(row, depth, smaller + self._shapes.num_lookup, accepted)
+            self._enter(row, depth, smaller, accepted)
 
     def expected_accepted(self) -> NDArray[np.float64]:
         """E[accepted] [kinds and sizes, depths]: the sum over depths of the probability that the depth is reached."""
@@ -160,7 +156,7 @@ class AcceptanceEstimate:
         self, is_chain: bool, depth: int, accepted: Sequence[int], choices: Sequence[VerifierChoice]
     ) -> None:
         if is_chain:
-            self._enter(0, depth, depth + self._shapes.num_lookup, accepted)
+            self._enter(0, depth, depth, accepted)
             return
         for column, (rank, _) in enumerate(choices[:depth]):
             self._offered[0, column] += 1
@@ -187,7 +183,7 @@ def tree_steps(alpha: int, saved: int, shapes: Shapes) -> NDArray[np.float64]:
     for row, size in enumerate(shapes.sizes):
         if row:
             reached[row] = reached[row - 1]
-        while heap and nodes < size + shapes.num_lookup:
+        while heap and nodes < size:
             nodes += 1
             value, depth, rank, parent = heapq.heappop(heap)
             reached[row, depth - 1] -= value

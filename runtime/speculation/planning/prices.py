@@ -45,7 +45,7 @@ def table_of(shapes: Shapes, most: int, sources: int) -> ProposalTable:
     each = np.where(depths == 1, 2, np.minimum(sizes, max(1, shapes.frontier)))  # of every pass of a kind
     drafted = np.where(depths <= depths[:, None], each[:, None], 0) * bool(shapes.frontier)
     return ProposalTable(
-        read_only(np.concatenate(([0], *[tokens.ravel() + shapes.num_lookup] * sources))),
+        read_only(np.concatenate(([0], *[tokens.ravel()] * sources))),
         read_only(np.concatenate((np.zeros((1, most), np.int64), *[drafted.reshape(-1, most)] * sources))),
         shapes,
         most,

@@ -90,7 +90,7 @@ def test_greedy_text_is_plain_text_and_seeds_repeat(backend: str, precision: str
     draft = write_trimmed(tmp_path / "draft")
     built(target(tmp_path), draft, tmp_path / "bundle", backend, precision)
     greedy = SamplingParams(max_tokens=40, temperature=0, ignore_eos=True)
-    configs = [SpeculativeConfig(budget="fixed"), SpeculativeConfig("chain", budget="fixed", lookup_ngram=1)]
+    configs = [SpeculativeConfig(budget="fixed"), SpeculativeConfig("chain", budget="fixed")]
     with LLM(tmp_path / "bundle", None) as llm:
         plain = llm.generate(TEXT, greedy)[0].token_ids
     for config in configs:

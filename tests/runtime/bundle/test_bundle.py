@@ -17,7 +17,6 @@ from bundling import resigned
 from draftwood.cli.main import main
 from draftwood.models.bindings import DRAFT, TARGET
 from draftwood.models.errors import BundleError, ConfigError
-from draftwood.plugins.installation import install
 from draftwood.plugins.native.compile import SOURCE
 from draftwood.runtime.bundle.bundle import COSTS, MANIFEST, EngineBundle, checksum
 from draftwood.runtime.bundle.watch import BundleWatch
@@ -179,15 +178,6 @@ def test_an_unknown_backend_is_refused_by_name(bundle: Path) -> None:
     rewrite(bundle, lambda manifest: manifest["engines"]["target"].update(backend="abacus"))
     with pytest.raises(BundleError, match="abacus"):
         EngineBundle.open(bundle).open_engine("target")
-
-
-def test_a_bundle_of_the_removed_engine_is_refused_by_name(tiny_bundle: Path, tmp_path: Path) -> None:
-    folder = tmp_path / "older"
-    EngineBundle.open(tiny_bundle).copy_to(folder)
-    resigned(folder, lambda content: content["engines"]["target"].update(backend="openvino"))
-    with pytest.raises(BundleError, match=r"target was built for openvino.*--backend native.*onnxruntime") as caught:
-        EngineBundle.open(folder)
-    assert f"{install('native')}" in str(caught.value)
 
 
 def test_a_provider_that_would_be_ignored_is_refused(tiny_bundle: Path) -> None:

@@ -38,7 +38,7 @@ RULES: dict[str, tuple[SamplingParams, Words]] = {
     "cold": (SamplingParams(LENGTH, temperature=0.6, top_k=2, logit_bias={1: 1.0}), ((0, 1),)),
     "greedy": (SamplingParams(LENGTH, temperature=0, logit_bias={1: 1.0}), ((1, 1), (0, 2))),
 }
-FEW = ("chain", "k-ary", "topk merged", "dyspec", "dyspec merged", "chain, lookup")
+FEW = ("chain", "k-ary", "topk merged", "dyspec", "dyspec merged", "lookup")
 BEST = [(name, LOSSLESS[speculative(name, "auto").proposal][0]) for name in FEW]
 FULL = pytest.mark.full
 CASES = list(product(BEST, RULES))

@@ -159,7 +159,7 @@ def decode_text(
     return [token for chunk in chunks for token in chunk.token_ids], str(chunks[-1].finish_reason)
 
 
-@pytest.mark.parametrize("config", [None, SpeculativeConfig(), SpeculativeConfig(grow="chain", lookup_ngram=1)])
+@pytest.mark.parametrize("config", [None, SpeculativeConfig(), SpeculativeConfig(grow="lookup", lookup_ngram=1)])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_the_end_of_the_grammar_ends_the_text(config: SpeculativeConfig | None, temperature: float) -> None:
     """With EOS where the grammar allows it, and without EOS where nothing can follow."""

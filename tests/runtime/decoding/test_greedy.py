@@ -17,13 +17,12 @@ PROPOSALS = {
     "auto": SpeculativeConfig(max_draft_len=5),
     "chain": SpeculativeConfig("chain", max_draft_len=4),
     "chain, confidence": SpeculativeConfig("chain", stop_rule="confidence", max_draft_len=8),
-    "chain, lookup": SpeculativeConfig("chain", max_draft_len=3, lookup_ngram=2),
+    "lookup": SpeculativeConfig("lookup", lookup_ngram=2),
     "k-ary": SpeculativeConfig("k-ary", branching=(2, 2, 1), max_total_draft_tokens=10),
     "topk 8": SpeculativeConfig("topk", max_total_draft_tokens=8, max_draft_len=3),
     "topk 32": SpeculativeConfig("topk", max_total_draft_tokens=32, max_draft_len=8, frontier_width=8),
     "topk, entropy": SpeculativeConfig("topk", stop_rule="entropy", entropy_threshold=0.2),
     "topk, gsd": SpeculativeConfig("topk", merge="gsd", max_total_draft_tokens=24, max_draft_len=6),
-    "topk, gsd, lookup": SpeculativeConfig("topk", merge="gsd", merge_ngram=1, lookup_ngram=2),
     "dyspec": SpeculativeConfig("dyspec", max_total_draft_tokens=16),
 }
 # A model this small decodes plainly where costs decide; here every round shall propose.

@@ -13,6 +13,7 @@ from fakes import FakeEngine, random_model
 from proposals import SETTINGS
 
 from draftwood.runtime.decoding.decoder import SpeculativeDecoder
+from draftwood.runtime.decoding.round import Proposal, propose_found
 from draftwood.runtime.decoding.stats import SpecDecodeStats
 from draftwood.runtime.sampling.params import SamplingParams
 from draftwood.runtime.sampling.random import RandomStreams, seeded_streams
@@ -60,9 +61,15 @@ def fresh_rules() -> Iterator[None]:
 @pytest.mark.usefixtures("fresh_rules")
 def test_a_lookup_that_is_believed_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     """The negative control of the test above: what was looked up is accepted unseen."""
+    found_trees = list[TokenTree]()
+
+    def noted(root: int, found: Sequence[int], plan: RoundPlan | None) -> Proposal:
+        proposal = propose_found(root, found, plan)
+        found_trees.append(proposal.tree)
+        return proposal
 
     def believe(tree: TokenTree, target: ScoredRows, streams: RandomStreams) -> Acceptance:
-        if not tree.looked_up:
+        if not any(tree is each for each in found_trees):
             return sample_and_match(tree, target, streams)
         found = tree.children[0][0]
         return Acceptance([found], target.choose(found, [tree.token_ids[found]], streams.target))
@@ -70,6 +77,7 @@ def test_a_lookup_that_is_believed_is_detected(monkeypatch: pytest.MonkeyPatch) 
     target, draft = pair(3, 2)
     params, prompt = SETTINGS["plain"], (0, 1, 1, 0)
     expected = decoded(target, None, None, params, prompt=prompt)
+    monkeypatch.setattr("draftwood.runtime.decoding.decoder.propose_found", noted)
     monkeypatch.setitem(VERIFIERS, "match", believe)
     assert total_variation(decoded(target, draft, AUTO, params, DEAR_DRAFT, prompt=prompt), expected) > 0.01
 
@@ -117,7 +125,7 @@ def test_a_lookup_or_a_chain_has_no_more_tokens_than_a_tree_may(settings: dict[s
         ({"stop_rule": "confidence"}, False, False),
         ({"key": "head"}, False, False),
         ({"budget": "fixed"}, False, False),
-        ({"lookup_ngram": 2}, False, False),
+        ({"lookup_ngram": 2, "lookup_len": 3}, True, True),
     ],
     ids=str,
 )

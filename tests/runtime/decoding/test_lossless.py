@@ -25,7 +25,7 @@ CASES = [
     for setting in (SETTINGS if name in EVERY_SETTING and verify != "match" else ("plain", "penalties"))
 ]
 
-CASES += [(name, "match", "dead ends") for name in ("topk", "lookup", "dyspec, lookup")]
+CASES += [(name, "match", "dead ends") for name in ("topk", "lookup", "dyspec")]
 
 
 @pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.full)])

@@ -25,7 +25,7 @@ PROPOSALS = {
     "dyspec merged": SpeculativeConfig(
         "dyspec-threshold", merge="gsd", merge_ngram=1, draft_threshold=0.01, budget="fixed"
     ),
-    "lookup": SpeculativeConfig("chain", lookup_ngram=1, lookup_len=8),
+    "lookup": SpeculativeConfig("lookup", lookup_ngram=1, lookup_len=8),
 }
 
 

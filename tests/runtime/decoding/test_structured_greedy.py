@@ -31,7 +31,7 @@ FORMS = {
 }
 CONFIGS = {
     "auto": SpeculativeConfig(budget="fixed"),
-    "chain, lookup": SpeculativeConfig("chain", lookup_ngram=1, budget="fixed"),
+    "chain": SpeculativeConfig("chain", budget="fixed"),
     "k-ary": SpeculativeConfig("k-ary", branching=(2, 2, 1), budget="fixed"),
     "topk, gsd": SpeculativeConfig("topk", merge="gsd", merge_ngram=1, max_draft_len=6, budget="fixed"),
     "by cost": SpeculativeConfig(),

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from cuda_driver.machine import Machine
-from engine_parts import random_text
+from engine_parts import held_by, random_text
 from tensorrt_bundles import OpenLLM, demo_bundles
 from uniforms import uniform_streams
 
@@ -133,7 +133,7 @@ CASES: dict[str, tuple[SpeculativeConfig | None, SamplingParams, bool]] = {
     "log-probabilities": (CHAIN, replace(GREEDY, logprobs=2), False),
     "penalties": (CHAIN, replace(GREEDY, repetition_penalty=1.2), False),
     "merges": (replace(TREE, merge="gsd"), GREEDY, False),
-    "a lookup": (replace(TREE, lookup_ngram=2), GREEDY, False),
+    "a lookup": (SpeculativeConfig("lookup"), GREEDY, False),
     "a fixed shape": (SpeculativeConfig("k-ary", budget="fixed"), GREEDY, False),
     "a stop rule": (replace(CHAIN, stop_rule="confidence"), GREEDY, False),
     "pruning": (replace(TREE, leaf_share=0.1), GREEDY, False),
@@ -320,12 +320,12 @@ def test_columns_are_compacted_for_a_round(joint: LLM) -> None:
     for each in (gone, live):
         Pass(target, causal_batch(target.spec, (5, 6, 7), 0), each).run()
     pool, first = target.pool, target.pool._tree_slot
-    before, columns = pool.memory.contents(), live.speculative_columns
+    before, columns = held_by(pool.memory), live.speculative_columns
     gone.close()
     with target.lock:
         assert pool.reserve(1) == first + pool._used > first + 3
         assert pool.reserve(pool._columns - 4) == first + 3 and live.speculative_columns.tolist() == [0, 1, 2]
-    after = pool.memory.contents()
+    after = held_by(pool.memory)
     assert (after[:, :, :, first : first + 3] == before[:, :, :, first + columns]).all()
     live.close()
 

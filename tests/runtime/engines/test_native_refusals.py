@@ -32,7 +32,7 @@ from draftwood.runtime.engines.backends import BACKENDS, NATIVE, cache_precision
 from draftwood.runtime.engines.base import EngineSpec
 from draftwood.runtime.engines.native import engine as native
 from draftwood.runtime.engines.native.engine import NativeEngine
-from draftwood.runtime.engines.native.weights import check_weights, expected_tensors, read_weights
+from draftwood.runtime.engines.native.weights import expected_tensors, read_weights
 from draftwood.runtime.engines.passes import causal_batch
 
 ENGINES = 8
@@ -125,7 +125,7 @@ def test_damaged_weights_are_refused(tmp_path: Path) -> None:
     content = file.read_bytes()
     for change, named in CHANGES:
         rewrite(file, change, content)
-        for read in (NativeEngine, check_weights):
+        for read in (NativeEngine, read_weights):
             with pytest.raises(EngineError, match=f"{named}.*: rebuild the bundle"):
                 read(file, engine.spec)
     deep = b"[" * 100_000 + b" " * 24

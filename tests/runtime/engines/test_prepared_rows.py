@@ -57,9 +57,7 @@ def tree_of(tokens: Sequence[int], parents: Sequence[int]) -> TokenTree:
         depths.append(0 if parent < 0 else depths[parent] + 1)
     below = tuple(tuple(row for row in rows if parents[row] == parent) for parent in rows)
     nothing, shares = (False,) * len(tokens), (1.0,) * len(tokens)
-    return TokenTree(
-        tuple(tokens), tuple(parents), tuple(depths), below, tuple(rows), nothing, frozenset(), shares, {}, {}
-    )
+    return TokenTree(tuple(tokens), tuple(parents), tuple(depths), below, tuple(rows), nothing, shares, {}, {})
 
 
 def scored(engine: NativeEngine, requests: Sequence[tuple[TokenTree, SoftmaxSettings | None]]) -> list[ForwardOutput]:

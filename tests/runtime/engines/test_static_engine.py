@@ -166,7 +166,6 @@ def test_memory_is_that_of_every_sequence(sequences: int, opened: OpenStatic, tm
     assert memory.weights == (tmp_path / "draft.onnx").stat().st_size
     numbers = model.num_layers * sequences * SHARED_CAPACITY * model.num_kv_heads * model.head_dim
     assert memory.kv_cache == cache_geometry(engine.spec, 4).nbytes == 2 * numbers * 4
-    assert memory.device == memory.weights + memory.kv_cache
     logits = 4 * 32 * model.vocab_size
     assert logits < memory.pinned < logits + 32 * bindings.TOP_COLUMNS * 12 + 8 * 1024
 

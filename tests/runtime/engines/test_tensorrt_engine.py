@@ -101,7 +101,6 @@ def test_memory_of_an_open_engine(machine: HostMachine, gqa: Path) -> None:
     model, memory = engine.spec.model, engine.memory
     assert memory.kv_cache == 2 * model.num_layers * model.num_kv_heads * CAPACITY * model.head_dim * 4
     assert (memory.workspace, memory.weights) == (4096, (machine.folder / "target.plan").stat().st_size)
-    assert memory.device == memory.weights + memory.workspace + memory.kv_cache
 
 
 def test_a_plan_for_another_machine_is_refused(machine: HostMachine, gqa: Path) -> None:

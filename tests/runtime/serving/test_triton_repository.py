@@ -113,7 +113,7 @@ def test_the_readme_has_lines_that_can_be_copied(tiny_bundle: Path, tmp_path: Pa
     text = (repository / "draftwood" / "README.md").read_text()
     server = f"tritonserver --model-repository='{repository}' "
     mounts = f" -v '{repository}:/models:ro'", f" -v '{bundle}:{bundle}:ro'"
-    for line in (server, '"device=0,1"', *mounts, "[gpu,serve,structured]"):
+    for line in (server, '"device=0,1"', *mounts, "[gpu]"):
         assert line in text
     assert '"client": "me"' in text
 

@@ -202,12 +202,12 @@ def test_a_plan_never_goes_beyond_the_end_of_the_text(shapes: Shapes) -> None:
 
 
 def test_the_number_of_a_choice_is_where_its_proposal_stands() -> None:
-    """Chains and trees of 3 and 7 tokens, each with one more from a prompt lookup."""
-    found = table_of(Shapes((3, 7), 4, 2, True, 1), 4, 2)
+    """Chains and trees of 3 and 7 tokens."""
+    found = table_of(Shapes((3, 7), 4, 2, True), 4, 2)
     assert len(found.tokens) == 1 + 2 * 3 * 4
     for source, kind, depth in np.ndindex(2, 3, 4):
         number, tokens = found.number(source, kind, depth + 1), (depth + 1, 3, 7)[kind]
-        assert found.tokens[number] == tokens + 1
+        assert found.tokens[number] == tokens
         each = [2, *[1 if kind == 0 else 2] * depth]
         assert found.drafted[number].tolist() == each + [0] * (3 - depth)
 

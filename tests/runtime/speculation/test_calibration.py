@@ -69,20 +69,6 @@ def test_a_path_is_judged_row_by_row() -> None:
     assert calibration(0, 0.5) == other(0, 0.5)
 
 
-def test_given_tokens_are_no_evidence() -> None:
-    """A looked-up token beside drawn ones takes no rank, and tells nothing about the draft."""
-    graph = TokenGraph(0)
-    graph.add(ROOT, 1, 0.0, 1.0, looked_up=True)
-    graph.add(ROOT, 2, 0.0, 0.5)
-    with_given, without = Calibration(), Calibration()
-    with_given.update(unroll(graph, 2, 99), [2])
-    without.update(siblings([0.5]), [1])
-    assert with_given(0, 0.5) == without(0, 0.5)
-    before = with_given(0, 0.5)
-    with_given.update(unroll(graph, 2, 99), [1])
-    assert with_given(0, 0.5) == before
-
-
 @given(rank=st.integers(0, 20), share=st.floats(0, 1), accepted=st.lists(st.booleans(), max_size=30))
 def test_an_estimate_is_never_certain(rank: int, share: float, accepted: list[bool]) -> None:
     calibration = Calibration()

@@ -52,17 +52,6 @@ def test_one_round_teaches_every_smaller_budget() -> None:
     assert expected[2, 2] - expected[1, 2] > 0.7
 
 
-def test_tokens_of_a_lookup_come_on_top_of_a_budget() -> None:
-    """Rows 1 to 4 were given, rows 5 to 16 are the chain: all of it accepted is all a budget of 12 could get."""
-    looked_up = CHAIN._replace(num_lookup=4)
-    controller = Controller(table(1.0, 0.1), looked_up, greedy=True)
-    for _ in range(300):
-        controller.observe(
-            RoundPlan(12, 12, 1.0, 0.0, 1.0, False, chain=True), list(range(5, 17)), [VerifierChoice(0, 1)] * 12
-        )
-    assert controller._estimates[0].expected_accepted()[0, -1] == pytest.approx(12, abs=1)
-
-
 def test_a_probe_that_has_to_read_the_whole_prompt_is_rarer() -> None:
     def rounds_to_probe(unread: int) -> int:
         controller = Controller(table(1.0, 0.6), CHAIN, greedy=True)
@@ -76,25 +65,21 @@ def test_a_probe_that_has_to_read_the_whole_prompt_is_rarer() -> None:
 
 @pytest.mark.parametrize("host", [FREE, HostCosts(0.021, 0.31, 0.1)])
 @pytest.mark.parametrize(
-    ("batch_size", "given", "frontier", "row"),
-    [(1, 0, 1, 0.0), (3, 0, 1, 0.43), (3, 2, 1, 0.43), (3, 0, 1, 0.02), (1, 0, 2, 0.0), (1, 0, 100, 0.0)],
+    ("batch_size", "frontier", "row"),
+    [(1, 1, 0.0), (3, 1, 0.43), (3, 1, 0.02), (1, 2, 0.0), (1, 100, 0.0)],
 )
-def test_a_probe_waits_until_it_has_been_saved_for(
-    batch_size: int, given: int, frontier: int, row: float, host: HostCosts
-) -> None:
+def test_a_probe_waits_until_it_has_been_saved_for(batch_size: int, frontier: int, row: float, host: HostCosts) -> None:
     """1 % of plain rounds' time, 0.4 % where they share passes, pays for its draft passes, and for what it delays the
     others beyond what it saves."""
     seconds = tuple((1 + slots / 1000, 1 + slots / 1000 + 63 * row) for slots in (0, 1000))
     target, draft = PassCosts((1, 64), (0, 1000), seconds, padded=False), passes(DEAR_DRAFT, row=0.1)
-    controller = Controller(
-        CostModel(target, draft, host, host, {}), CHAIN._replace(num_lookup=given, frontier=frontier), greedy=True
-    )
+    controller = Controller(CostModel(target, draft, host, host, {}), CHAIN._replace(frontier=frontier), greedy=True)
     plans = [controller.plan(2 * CONTEXT_STEP, 100, batch_size)]
     while not plans[-1].probe:
         plans.append(controller.plan(2 * CONTEXT_STEP, 100, batch_size))
     probe, plain, host = plans[-1], plans[0].seconds, host if batch_size == 1 else host.shared
     assert plain == pytest.approx((1 + row * (batch_size - 1)) / batch_size + 0.128 + host.plain)
-    delay = (row + host.token) * (probe.size + given) + host.round - host.plain - (probe.tokens - 1) * plain
+    delay = (row + host.token) * probe.size + host.round - host.plain - (probe.tokens - 1) * plain
     drafted = probe.depth * (DEAR_DRAFT + 0.1 * (min(frontier, 64) - 1))  # with at most the widest measured passes
     assert len(plans) == math.floor((100 if batch_size == 1 else 250) * (drafted + max(0.0, delay)) / plain) + 1
 
@@ -111,7 +96,7 @@ def test_probes_cost_1_percent_of_plain_rounds(
 
 def taught(*seen: VerifierChoice) -> float:
     """What a tree of two choices for one token is expected to get, when only these choices were made."""
-    estimate = AcceptanceEstimate(Shapes((2,), 1, 2, False, 0))
+    estimate = AcceptanceEstimate(Shapes((2,), 1, 2, False))
     for choice in seen * 60:
         estimate.observe(None, 1, [], [choice])
     return float(estimate.expected_accepted()[0, 0])
@@ -136,7 +121,7 @@ def test_second_choices_count_where_they_were_offered() -> None:
 
 def test_the_first_choices_of_a_tree_teach_the_chain() -> None:
     """Trees whose first choices were accepted at two depths and rejected at the third: so would a chain's tokens be."""
-    shapes = Shapes((3, 6), 3, 2, True, 0)
+    shapes = Shapes((3, 6), 3, 2, True)
     estimate = AcceptanceEstimate(shapes)
     first, nothing = VerifierChoice(0, 2), VerifierChoice(None, 2)
     for _ in range(60):
@@ -240,12 +225,11 @@ def test_only_the_settings_that_leave_it_open_choose_tokens_above_temperature_0(
         {"verify": "traversal"},
         {"verify": "match"},
         {"merge": "gsd"},
-        {"lookup_ngram": 2},
         {"stop_rule": "confidence"},
         {"stop_rule": "specdec++"},
         {"key": "head"},
     ):
-        assert not chooses(replace(SpeculativeConfig(), **setting)), setting
+        assert not chooses(SpeculativeConfig(**setting)), setting  # type: ignore[arg-type]  # each of its own type
 
 
 def test_a_plan_of_chosen_tokens_is_verified_by_matching() -> None:

@@ -20,7 +20,7 @@ from draftwood.runtime.speculation.planning.drift import STALE, Drift
 from draftwood.runtime.speculation.planning.estimate import Shapes, VerifierChoice
 from draftwood.runtime.speculation.planning.history import History
 
-TREES = Shapes((1, 3, 7, 15), 4, 4, True, 0)
+TREES = Shapes((1, 3, 7, 15), 4, 4, True)
 SMALL = SpeculativeConfig(max_draft_len=2, max_total_draft_tokens=3, frontier_width=2)
 NEAR = table(1.0, 0.45, host=HostCosts(0.0, 0.0, 0.01))  # one rejected token changes the next plan
 

@@ -10,7 +10,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 from fakes import Predict, random_head, random_model
-from growth import PROMPT, grow, grow_below
+from growth import PROMPT, grow
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
@@ -20,7 +20,6 @@ from draftwood.runtime.speculation.graph.token_tree import unroll
 from draftwood.runtime.speculation.growers.baseline import Grower, StaticTree, chain, k_ary
 from draftwood.runtime.speculation.growers.dyspec import DySpecHeap, DySpecLayers, DySpecThreshold
 from draftwood.runtime.speculation.growers.gsd import NoMerger
-from draftwood.runtime.speculation.growers.lookup import graft_lookup
 from draftwood.runtime.speculation.growers.specdecpp import SpecDecPP
 
 Shape = set[tuple[tuple[int, ...], int]]  # (path, rank among its siblings) of every node
@@ -175,14 +174,3 @@ def test_no_two_siblings_carry_the_same_token() -> None:
         graph, _ = grow(grower(), random_model(5, 6), SlotStream(5))
         paths = [tuple(path) for path in paths_of(graph)]
         assert len(set(paths)) == len(paths), name
-
-
-def test_a_given_hypothesis_takes_nothing_from_the_drawn_tree() -> None:
-    """Prompt lookup beside DySpec: the same tokens are drawn as without it."""
-    for seed in range(10):
-        plain, given_graph = TokenGraph(PROMPT[-1]), TokenGraph(PROMPT[-1])
-        graft_lookup(given_graph, [3, 4])
-        for graph in (plain, given_graph):
-            grow_below(graph, DySpecLayers(5, 4, 4), random_model(seed, 8), SlotStream(seed))
-        drawn = [given_graph.path(node) for node in range(3, len(given_graph))]
-        assert drawn == [plain.path(node) for node in range(1, len(plain))]

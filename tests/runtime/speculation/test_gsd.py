@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 from fakes import random_model
-from growth import PROMPT, grow, grow_below
+from growth import grow
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -17,7 +17,6 @@ from draftwood.runtime.speculation.graph.token_tree import TokenTree, unroll
 from draftwood.runtime.speculation.growers.baseline import BestFirst, Grower, StaticTree, k_ary
 from draftwood.runtime.speculation.growers.dyspec import DySpecHeap, DySpecLayers, DySpecThreshold
 from draftwood.runtime.speculation.growers.gsd import GraphMerger, NoMerger, UnexpandedMerger
-from draftwood.runtime.speculation.growers.lookup import graft_lookup
 
 
 def chosen(seed: int, tau: int, size: int = 24, vocab_size: int = 5) -> tuple[TokenGraph, int]:
@@ -125,23 +124,6 @@ def test_a_node_may_have_several_merge_edges() -> None:
     graph.link(b, c, -0.3)
     graph.link(b, d, -0.4)
     assert paths(unroll(graph, 100, 99))[1:].count((2, 3)) == 1 and (2, 4) in paths(unroll(graph, 100, 99))
-
-
-@pytest.mark.parametrize("tau", [0, 1])
-def test_a_drawn_token_is_not_merged_with_a_given_one_beside_it(tau: int) -> None:
-    """Else two edges would lead from their parent to one node, and two rows of the tree would be the same."""
-    graph = TokenGraph(PROMPT[-1])
-    graft_lookup(graph, [1, 2])
-    grow_below(graph, StaticTree(k_ary((3, 3)), GraphMerger(tau)), random_model(0, 3), seeded_streams(0).draft)
-    drawn = [edge.child for edge in graph.edges[ROOT] if not edge.looked_up]
-    assert sorted(graph.tokens[node] for node in drawn) == [0, 1, 2]
-    assert all(len({edge.child for edge in edges}) == len(edges) for edges in graph.edges)
-
-
-def test_the_rank_of_a_token_counts_no_given_one() -> None:
-    graph = TokenGraph(0)
-    given_node, first, second = (graph.add(ROOT, token, 0.0, 0.5, looked_up=token == 1) for token in (1, 2, 3))
-    assert [graph.rank(node) for node in (given_node, first, second)] == [0, 0, 1]
 
 
 def test_a_token_may_be_kept_while_its_value_is_among_the_largest() -> None:

@@ -144,7 +144,8 @@ def test_the_largest_tree_is_the_largest() -> None:
         ({"grow": "static"}, "grow='static' needs a topology, such as 0,0,1"),
         ({"grow": "static", "topology": (0,) * 16}, "draws 16 tokens, more than max_total_draft_tokens (15)"),
         ({"grow": "k-ary", "branching": (4, 3)}, "draws 16 tokens, more than max_total_draft_tokens (15)"),
-        ({"grow": "dyspec-threshold", "merge": "gsd", "lookup_ngram": 1}, "a draw must not merge with a given token"),
+        ({"grow": "chain", "lookup_ngram": 1}, "lookup_ngram changes nothing where nothing is looked up"),
+        ({"lookups": "off", "lookup_len": 3}, "lookup_len changes nothing where nothing is looked up"),
         ({"grow": "dyspec-heap", "stop_rule": "entropy"}, "needs growth by layers"),
     ],
 )
@@ -158,11 +159,11 @@ def test_what_contradicts_itself_or_is_not_lossless(settings: dict[str, Any], na
         {"grow": "static", "topology": (0,) * 15},
         {"grow": "static", "topology": (0, 1, 2)},
         {"grow": "k-ary", "branching": (3, 4)},
-        {"grow": "topk", "merge": "gsd", "lookup_ngram": 1},
-        {"grow": "dyspec-threshold", "lookup_ngram": 1},
+        {"grow": "topk", "merge": "gsd"},
+        {"lookup_ngram": 1, "lookup_len": 3},
         {"grow": "dyspec-threshold", "merge": "gsd"},
         {"grow": "dyspec", "stop_rule": "entropy"},
-        {"grow": "topk", "merge": "gsd", "merge_ngram": MAX_NGRAM, "lookup_ngram": MAX_NGRAM},
+        {"grow": "topk", "merge": "gsd", "merge_ngram": MAX_NGRAM},
     ],
 )
 def test_what_stands_beside_it_is_taken(settings: dict[str, Any]) -> None:
@@ -184,7 +185,6 @@ def test_a_setting_that_changes_nothing_is_refused(name: str) -> None:
 PROPOSALS: dict[str, tuple[dict[str, Any], ...]] = {
     "drawn chain": ({"grow": "chain"}, {"grow": "chain", "merge": "gsd"}),
     "drawn tree": (
-        {"grow": "chain", "lookup_ngram": 1},
         {"grow": "k-ary"},
         {"grow": "static", "topology": (0, 0)},
         {"grow": "dyspec"},

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from costs import table
 from state_fakes import number, reading_pair, told
 
 from draftwood.runtime.decoding.decoder import SpeculativeDecoder
@@ -27,6 +28,7 @@ from draftwood.runtime.speculation.proposer import DraftProposer
 from draftwood.runtime.speculation.target_states import TargetStates
 
 VOCAB = 6
+DEAR = table(1.0, 0.2, row=0.02)  # of whose tokens a lookup often takes the place
 LONG = [1, *[2 + index * index % 4 for index in range(150)]]
 CONFIGS = {
     "chain": SpeculativeConfig("chain", max_draft_len=3, budget="fixed"),
@@ -34,7 +36,7 @@ CONFIGS = {
     "merged": SpeculativeConfig(
         "dyspec-threshold", merge="gsd", merge_ngram=1, max_total_draft_tokens=6, max_draft_len=3, budget="fixed"
     ),
-    "lookups": SpeculativeConfig("chain", max_draft_len=3, lookup_ngram=2, budget="fixed"),
+    "lookups between": SpeculativeConfig(max_draft_len=3),
 }
 
 
@@ -46,6 +48,7 @@ class Watched:
         self.target.places = self.draft.places = places
         self.draft.spec = replace(self.draft.spec, model=replace(self.draft.spec.model, draft_context=context))
         self.paths = list[tuple[int, ...]]()
+        self.looked_up = 0  # rounds
         self.cached = 0  # rows of the target that were taken over
         predict = self.draft.predict
 
@@ -82,6 +85,7 @@ def written(
     shared: int | None = None,
     prefill: PrefillLimit | None = None,
     seed: int = 0,
+    costs: CostModel | None = None,
 ) -> list[list[int]]:
     """The texts of these prompts, one by one; with `shared`, so many at a time over common caches. seed: of the first
     text."""
@@ -95,13 +99,14 @@ def written(
     requests = list[Request[Any]]()
     engines: list[Any] = [*pools] or [target, draft]
     for index, prompt in enumerate(prompts, seed):
-        decoder = SpeculativeDecoder(engines[0], engines[1], config, 4096, ())
+        decoder = SpeculativeDecoder(engines[0], engines[1], config, 4096, (), costs)
         sampler = Sampler(SamplingParams(max_tokens=40, temperature=1.0, seed=index), prompt, (), VOCAB)
         stats = SpecDecodeStats()
         steps = decoder.steps(prompt, sampler, seeded_streams(index), stats)
         requests.append(Request(steps=steps, write=lambda chunk: chunk, stats=stats))
     for request, chunk in scheduler.run(requests):
         texts[requests.index(request)] += chunk.token_ids
+    pair.looked_up = sum(request.stats.num_looked_up for request in requests)
     pair.cached = sum(request.stats.num_cached_tokens for request in requests)
     return texts
 
@@ -111,8 +116,9 @@ def written(
 def test_every_row_has_its_states(name: str, context: int | None) -> None:
     for prompt in ([1], [1, 2, 3], LONG):
         pair = Watched(context)
-        (text,) = written(pair, [prompt], CONFIGS[name])
+        (text,) = written(pair, [prompt], CONFIGS[name], costs=DEAR if name == "lookups between" else None)
         assert len(pair.paths) > 10 and not pair.wrong([text])
+        assert prompt is not LONG or (pair.looked_up > 0) is (name == "lookups between")
 
 
 PROMPTS = [LONG, [0, *LONG[1:]], LONG[:100], [*LONG[:70], 5, 5], LONG, [1]]

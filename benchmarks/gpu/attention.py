@@ -1,7 +1,4 @@
-"""Launches the kernel by Triton on torch's CUDA tensors.
-
-Importing this file needs torch and Triton.
-"""
+"""The plugin's kernel on torch's CUDA tensors, launched by Triton."""
 
 from __future__ import annotations
 
@@ -10,9 +7,9 @@ import functools
 import torch
 from torch import Tensor
 
-from . import kernel
-from .operands import Operands, Strides, arguments
-from .plan import COMBINE_OPTIONS, LaunchPlan, Shape, plan_launch, power_of_two
+from draftwood.plugins.tree_attention import kernel
+from draftwood.plugins.tree_attention.operands import Operands, Strides, arguments
+from draftwood.plugins.tree_attention.plan import COMBINE_OPTIONS, LaunchPlan, Shape, plan_launch, power_of_two
 
 DTYPES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
 
