@@ -58,7 +58,9 @@ def run_command(state: ChatState, line: str) -> Reply:
     argument = argument.strip()
     if name not in COMMANDS:
         near = nearest(name, COMMANDS, prefix="/")
-        raise RequestError(f"/{name:.100} is no command: /help lists all; a message that begins so is written //{near}")
+        raise RequestError(
+            f"/{name:.100} is no command{near or ':'} /help lists all; a message that begins so is written //"
+        )
     command = COMMANDS[name]
     if argument and not command.arguments:
         raise RequestError(f"/{name} takes no argument, and nothing was done: write /{name}")
@@ -80,7 +82,7 @@ def set_value(state: ChatState, argument: str) -> str:
         return f"speculation {'on' if wanted else 'off'}"
     if name not in SETTABLE:
         near = nearest(name, [*SETTABLE, SPECULATION])
-        raise RequestError(f"{name:.100} cannot be set: /set alone lists what can{near}")
+        raise RequestError(f"{name:.100} cannot be set{near or ':'} /set alone lists what can")
     state.params = replace(state.params, **{name: value_of(name, SETTABLE[name], text)})
     return f"{name} {written(getattr(state.params, name))}"
 

@@ -54,7 +54,7 @@ def known_names(error: type[DraftwoodError]) -> Callable[[type[T]], type[T]]:
         own, known = init_of.__init__, names.keys()
 
         @wraps(own)
-        def init(self: T, *args: Any, **given: Any) -> None:
+        def init(self: T, /, *args: Any, **given: Any) -> None:
             if not given.keys() <= known:
                 unknown = next(name for name in given if name not in names)
                 near = nearest(unknown, names) or f": it has {', '.join(names)}"

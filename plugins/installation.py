@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from importlib.metadata import PackageNotFoundError, distribution
+from importlib.metadata import PackageNotFoundError, distribution, distributions
 from urllib.parse import unquote
 
 EXTRAS = {"torch": "train", **dict.fromkeys(("onnx", "onnx_ir", "onnxruntime"), "onnxruntime")}  # by module
@@ -25,4 +25,6 @@ def install(*extras: str) -> str:
 def lacking(error: ModuleNotFoundError) -> str:
     """The module that is not there, and the command that brings it."""
     extra = EXTRAS.get(str(error.name).partition(".")[0])
+    if error.name in ("onnx", "onnx_ir") and any(distributions(name="onnxruntime-gpu")):
+        extra = "gpu"  # both have one package folder
     return f"{error.name}: {install() if extra is None else install(extra)}"

@@ -46,7 +46,7 @@ def export(
     head: the draft's acceptance head; its calibrated probability becomes the output `acceptance`. form: see
     `models/bindings.py`; the compact form fixes the cache, `capacity` slots for each of `max_batch` sequences.
     precision: of weights, activations and cache; outputs are fp32. Matrices of a QuantizedCheckpoint are stored in its
-    format. Weights of more than 32 MB in all go to `<path>.data` beside it, one at a time; `progress` is then told the
+    format. Weights of more than 8 MB in all go to `<path>.data` beside it, one at a time; `progress` is then told the
     name of each before it is written. Raises CheckpointError when a weight holds NaN or infinity.
     """
     builder = GraphBuilder(checkpoint, capacity, head, form, precision, max_batch)

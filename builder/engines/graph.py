@@ -17,7 +17,7 @@ from ...models.layers import Matrix
 from ..quantization.formats import Quantized, QuantizedCheckpoint
 
 IR_VERSION = 11
-EXTERNAL_DATA_BYTES = 32_000_000  # writing a protobuf copies it several times, and it may have 2 GB
+EXTERNAL_DATA_BYTES = 8_000_000  # writing and checking a protobuf copies it several times, and it may have 2 GB
 # onnx-ir 1.1 writes weights by many threads unless it is told otherwise, earlier releases by one.
 WORKERS: dict[str, Any] = {"max_workers": 1} if "max_workers" in signature(ir.save).parameters else {}
 Weight = Callable[[], NDArray[Any]]
@@ -102,7 +102,7 @@ def type_of(dtype: str) -> ir.TensorType:
 
 
 def save(model: ir.Model, path: Path, weight_bytes: int, progress: Callable[[str], None]) -> None:
-    """Write a model. Weights of more than 32 MB in all go to `<path>.data` beside it, one at a time; `progress` is then
+    """Write a model. Weights of more than 8 MB in all go to `<path>.data` beside it, one at a time; `progress` is then
     told the name of each before it is written. Raises CheckpointError when a weight cannot be used."""
     external = weight_bytes > EXTERNAL_DATA_BYTES
     try:

@@ -82,7 +82,8 @@ def check_numbers(manifest: Manifest) -> None:
 def check_engine(role: str, spec: EngineSpec, manifest: Manifest) -> None:
     """Check the numbers of one engine. Raises BundleError for an unknown backend, which a later release may support."""
     if spec.backend not in BACKENDS:
-        raise BundleError(f"the {role} engine's backend {spec.backend!r} is unknown to this release: update draftwood")
+        fix = "update draftwood, or rebuild the bundle"
+        raise BundleError(f"the {role} engine's backend {spec.backend!r} is unknown to this release: {fix}")
     if spec.precision not in PRECISIONS:
         raise BundleError(f"the {role}'s precision {spec.precision!r} is unknown to this release: update draftwood")
     require(spec.role == role, f"the {role} is a {spec.role}")

@@ -7,7 +7,7 @@ from typing import Any
 
 from ...models.bindings import ACCEPTANCE, DRAFT, TARGET
 from ...models.errors import ConfigError, shown
-from ..speculation.bounds import AUTO, WITHOUT_DRAFT, Lowerable
+from ..speculation.bounds import AUTO, LOOKUP_SIZES, WITHOUT_DRAFT, Lowerable
 from ..speculation.config import SpeculativeConfig
 from ..speculation.growers.kinds import LOOKUP
 from .bundle import EngineBundle
@@ -23,6 +23,9 @@ def fitted(speculative: SpeculativeConfig, bundle: EngineBundle) -> SpeculativeC
         raise ConfigError(f"speculative must be a SpeculativeConfig, not {shown(speculative)}: {fix}")
     if not bundle.has_draft:
         speculative = without_draft(speculative, bundle.manifest.engines[TARGET].max_width)
+    for name in LOOKUP_SIZES if speculative.drafts else ():
+        if getattr(speculative, name) != SpeculativeConfig.__dataclass_fields__[name].default:
+            raise ConfigError(f"{name} is for grow={LOOKUP!r}, beside a draft it changes nothing: leave it out")
     if not speculative.shaped:
         speculative = replace(speculative, **lower_defaults(speculative, bundle))
     refuse_too_large(speculative, bundle)

@@ -71,7 +71,7 @@ class Backend:
     compute on, as `LLM` takes them. maps: whether weights are mapped from the file while the engine is open. rival:
     the backend with which a measurement of costs compares it; none for "".
 
-    open: opens an engine. check_file: compares a file with a spec and opens nothing. check_machine: checks that this
+    open: opens an engine. check_file: compares a file with a spec and runs nothing. check_machine: checks that this
     machine has what an engine needs, given the plan if there is one. All three raise EngineError that names the fix.
     release: the installed version; None when the backend is not installed.
     """

@@ -24,6 +24,7 @@ WITHOUT_DRAFT = {  # settings that say how a draft proposes, and their values wh
     "key": ("draft", "calibrated"),
     "verify": ("auto", "match"),
 }
+LOOKUP_SIZES = ("lookup_ngram", "lookup_len")
 ONLY_WITH = {  # settings that another one must ask for: without it they change nothing
     "branching": ("grow", ("k-ary",)),
     "topology": ("grow", ("static",)),
@@ -33,6 +34,7 @@ ONLY_WITH = {  # settings that another one must ask for: without it they change 
     "min_draft_len": ("stop_rule", ("specdec++",)),
     "confidence_threshold": ("stop_rule", ("confidence",)),
     "entropy_threshold": ("stop_rule", ("entropy",)),
+    **dict.fromkeys(LOOKUP_SIZES, ("grow", ("lookup", AUTO))),  # "auto" is "lookup" without a draft
 }
 NAMED: dict[str, dict[str, str]] = {  # names of papers in the place of a grower, and the settings that they stand for
     "gsd": {"grow": AUTO, "merge": "gsd"},
@@ -90,16 +92,9 @@ def check_effects(config: Any) -> None:
     for name, off in {} if config.drafts else WITHOUT_DRAFT.items():
         if getattr(config, name) not in off:
             raise ConfigError(f"{name}={getattr(config, name)!r} is for a draft's proposals: leave it out")
-    defaults = {name: field.default for name, field in type(config).__dataclass_fields__.items()}
-    for name in () if config.looks_up(True) or not config.drafts else ("lookup_ngram", "lookup_len"):
-        if getattr(config, name) != defaults[name]:
-            raise ConfigError(
-                f"{name} changes nothing where nothing is looked up: leave it out, or use grow='lookup', or "
-                "grow='auto' with the defaults of the other settings"
-            )
     for name, (other, values) in ONLY_WITH.items():
         chosen = getattr(config, other)
-        if getattr(config, name) != defaults[name] and chosen not in values:
+        if getattr(config, name) != type(config).__dataclass_fields__[name].default and chosen not in values:
             raise ConfigError(
                 f"{name} changes nothing with {other}={chosen!r}: leave it out, or use {other}={values[0]!r}"
             )

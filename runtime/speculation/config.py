@@ -32,7 +32,6 @@ LOSSLESS: dict[str, tuple[str, ...]] = {
     CHOSEN_GRAPH: ("match",),  # p/q rules do not hold
 }
 GROWERS = tuple(KINDS)
-LOOKUP_LEN = Lowerable(4)
 CHOICES: dict[str, tuple[str, ...]] = {
     "grow": (AUTO, *GROWERS),
     "merge": bounds.MERGERS,
@@ -75,7 +74,7 @@ class SpeculativeConfig:
     stop_rule: the rule that ends a branch before the limits. key: the estimate of acceptance that DySpec grows by: the
     "draft"'s probability as in the paper, this probability "calibrated" by earlier rounds, or the trained "head" for
     tokens that the draft has read. verify: "match", "rejection", "block", "traversal", or "auto" for the best verifier
-    that is exact for the proposal. lookup_ngram: length of the n-gram that a prompt lookup looks up, 0 for several
+    that is exact for the proposal. lookup_ngram: length of the n-gram that grow="lookup" looks up, 0 for several
     lengths; lookup_len: most tokens that it proposes. lookups: "auto" lets grow="auto" take
     what a lookup finds in rounds where that is expected to be faster, if other settings are defaults.
 
@@ -109,7 +108,7 @@ class SpeculativeConfig:
     entropy_threshold: float = 0.3
     min_draft_len: int = 1
     lookup_ngram: int = 0
-    lookup_len: int = LOOKUP_LEN
+    lookup_len: int = Lowerable(4)
     budget: str = "cost"
     lookups: str = AUTO
 
@@ -272,7 +271,7 @@ class SpeculativeConfig:
         grow = "topk" if chosen else "chain" if chain else self.grow
         width = 1 if chain and chosen else self.frontier_width
         verify = "match" if chosen else self.verify  # only matching verifies chosen tokens
-        within = replace(self, grow=grow, verify=verify, frontier_width=width, lookup_ngram=0, lookup_len=LOOKUP_LEN)
+        within = replace(self, grow=grow, verify=verify, frontier_width=width)
         return replace(within, max_draft_len=depth, max_total_draft_tokens=size)
 
     def calibration(self, greedy: bool) -> Calibration | None:
@@ -292,8 +291,7 @@ class SpeculativeConfig:
         """The n-gram index of one request, if the configuration enables prompt lookup."""
         if self.drafts and not self.looks_up(greedy):
             return None
-        ngrams, most = (self.lookup_ngram,) if self.lookup_ngram else LENGTHS, self._shapes(()).depth
-        return PromptLookup(ngrams, most if isinstance(self.lookup_len, Lowerable) else min(most, self.lookup_len))
+        return PromptLookup((self.lookup_ngram,) if self.lookup_ngram else LENGTHS, self._shapes(()).depth)
 
     def verifier(self, greedy: bool) -> Verifier:
         """The verifier of the proposals. At temperature 0 all verifiers agree, and matching is the cheapest."""

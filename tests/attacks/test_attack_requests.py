@@ -117,6 +117,7 @@ PROPOSALS: list[tuple[dict[str, Any], str]] = [
     ({"draft_threshold": 10**400}, "draft_threshold must be in"),
     ({"grow": "x" * 100_000}, "grow must be one of"),
     ({"x" * 100_000: 1}, "SpeculativeConfig has no"),
+    ({"self": 1}, "SpeculativeConfig has no 'self'"),
 ]
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import size
@@ -44,29 +43,3 @@ def test_one_line_too_many_is_noticed() -> None:
         "lines of runtime: 11, budget 10",
         "lines of new: 1, budget 0",
     ]
-
-
-def test_files_are_counted_by_room_and_kind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    files = {
-        "runtime/a.py": "1\n2\n",
-        "plugins/native/k.c": "1\n",
-        "tests/t.py": "1\n2\n3\n",
-        "runtime/data.json": "{}\n",
-        "benchmarks/results/x.json": "{}\n",
-        "README.md": "two words\n",
-        "docs/papers.md": "one\n",
-        "docs/internals/gpu.md": "one\n",
-        "models/demo/README.md": "a model card\n",
-    }
-    for name, text in files.items():
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text(text)
-    (tmp_path / "src").symlink_to("runtime")
-    monkeypatch.setattr(size, "ROOT", tmp_path)
-    for command in (["init", "-q"], ["add", "."]):
-        size.git(*command)
-    assert size.sizes() == {
-        "lines": {"runtime": 2, "plugins": 1, "tests": 3, "product": 3},
-        "words": {"users": 2, "internals": 2, "other": 3, "all": 7},
-        "files": {"results": 1},
-    }

@@ -156,20 +156,6 @@ def test_only_the_table_and_tensorrt_compare_the_name_of_a_backend(file: Path) -
         assert not compared_backends(file.read_text(encoding="utf-8"))
 
 
-@pytest.mark.parametrize(
-    "code",
-    [
-        'if spec.backend == "native": pass',
-        'pooled = backend in ("onnxruntime", "native")',
-        'suffixes = {"native": "weights"}',
-        "plan = backend not in PACKAGES",
-        'match backend:\n    case "tensorrt-rtx":\n        pass',
-    ],
-)
-def test_a_comparison_with_the_name_of_a_backend_is_noticed(code: str) -> None:
-    assert compared_backends(code)
-
-
 def test_the_runtime_shows_its_rooms_at_the_top() -> None:
     files = [file for file in (ROOT / "runtime").iterdir() if file.is_file()]
     assert len(files) <= MAX_FILES_AT_THE_TOP

@@ -73,18 +73,6 @@ def test_the_preloaded_libraries_are_removed_with_the_process() -> None:
     assert done.returncode == 0 and done.stdout.strip() and left.returncode != 0
 
 
-@needs_rtx
-@on_linux
-def test_an_import_that_was_too_early_is_found_before_the_parser_meets_a_plugin() -> None:
-    code = (
-        "import tensorrt_rtx\n"
-        "from draftwood.plugins.tensorrt import check_plugin_parsing, load_tensorrt\n"
-        "check_plugin_parsing(load_tensorrt('tensorrt-rtx'))"
-    )
-    done = in_a_process(code)
-    assert done.returncode == 1 and "tensorrt_rtx was imported before" in done.stderr
-
-
 @pytest.mark.parametrize(
     ("origin", "command"),
     [

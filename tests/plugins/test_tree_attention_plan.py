@@ -7,7 +7,6 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from attention import live_splits, split_traffic
 from bundling import ROOT
 from hypothesis import given
 from hypothesis import strategies as st
@@ -83,27 +82,6 @@ def test_a_long_cache_is_split_over_the_device_however_many_sequences_share_it()
     assert plan_launch(LLAMA, 132).num_splits == 32
     assert plan_launch(replace(LLAMA, capacity=256), 132).num_splits == 1
     assert plan_launch(replace(LLAMA, sequences=8), 132).grid == (1, 64, 32)
-
-
-def test_a_short_text_takes_few_splits_and_one_split_writes_no_partial_results() -> None:
-    """A split of 16 rows has 256 slots, one of a single row 64, as long as the grid has enough of them."""
-    tree, row = plan_launch(LLAMA, 132), plan_launch(replace(LLAMA, rows=1, columns=1), 132)
-    assert [live_splits(tree, length) for length in (0, 240, 241, 1024, 8176, 9000)] == [1, 1, 2, 5, 32, 32]
-    assert [live_splits(row, length) for length in (0, 63, 64, 1024, 8191)] == [1, 1, 2, 17, 32]
-    assert split_traffic(tree, 100) == 8 * 32 * 16
-    assert split_traffic(tree, 1024) == 8 * 32 * 16 * (1 + 5 * 129)
-    assert split_traffic(plan_launch(replace(LLAMA, capacity=256), 132), 100) == 0
-
-
-@given(shapes(), st.integers(1, 400), st.integers(0, 65536))
-def test_partial_results_are_less_than_what_is_read_of_the_cache(
-    shape: Shape, multiprocessors: int, length: int
-) -> None:
-    """Half as much, beside a last split that is not full and the padding of rows and heads to blocks."""
-    layout = plan_launch(shape, multiprocessors)
-    live, slots = live_splits(layout, length), min(length + shape.columns, shape.capacity)
-    assert 1 <= live <= layout.num_splits
-    assert live == 1 or (live - 1) * layout.variant.split_slots < slots
 
 
 def test_the_floors_of_measured_times_count_these_bytes() -> None:

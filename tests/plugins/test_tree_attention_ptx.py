@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from attention import TOLERANCES, Case, live_splits, split_traffic
 
-from draftwood.plugins.tree_attention.plan import ITEM_BYTES, Variant, plan_launch
+from draftwood.plugins.tree_attention.plan import ITEM_BYTES, plan_launch
 from draftwood.plugins.tree_attention.reference import sequence_of, visible_slots
 
 pytestmark = pytest.mark.skipif(
@@ -79,39 +79,6 @@ def test_partial_results_are_those_of_the_splits_that_a_text_needs(length: int, 
     assert plan.grid[2] == 32 and live_splits(plan, length) == live
     assert answer.split_traffic == split_traffic(plan, length)
     np.testing.assert_allclose(answer.output, case.tensors().expected(), rtol=0, atol=TOLERANCES["fp16"])
-
-
-def test_the_sample_is_what_its_rows_say() -> None:
-    def grid(name: str) -> tuple[int, int, int]:
-        _, case = SAMPLE[name]
-        return plan_launch(case.tensors().shape(), case.multiprocessors).grid
-
-    assert grid("portable")[2] > 1 and grid("9.0, two warp groups")[0] > 1 and grid("the same in splits")[2] > 1
-    assert grid("a prompt in several row blocks") == (4, 1, 1)
-    assert SAMPLE["the same in splits"][1].sequences()[:, 0].tolist() == [0, 19]
-    for case in (EIGHT, SAMPLE["a text without rows, regions in any order"][1]):
-        first_rows, first_slots, *_ = case.sequences().T.tolist()
-        assert first_slots != sorted(first_slots) and len(set(first_rows)) < len(first_rows)
-
-
-# What large blocks need on 10.0 and the executor does not know: products in tensor memory, and waiting for them.
-TENSOR_MEMORY = {"tcgen05", "elect", "mbarrier"}
-
-
-def test_what_is_not_executed_on_10_0() -> None:
-    """Blocks of 64 rows multiply in tensor memory. Every other instruction of theirs is known."""
-    from ptx.grid import decoded
-    from ptx.images import attention_image
-    from ptx.parser import Undefined
-
-    program = attention_image("tree_attention", Variant(64, 4, "fp16", 64), 100).program
-    unknown = set()
-    for instruction in program.instructions:
-        try:
-            decoded(instruction, program)
-        except Undefined:
-            unknown.add(instruction.parts[0])
-    assert unknown == TENSOR_MEMORY
 
 
 KINDS = ((1, 8), (8, 3))  # heads of a group, sequences: blocks of 16 rows, and of 64 or 128 with splits

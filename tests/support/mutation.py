@@ -78,7 +78,7 @@ TESTS = {
     ),
     "runtime/speculation/growers/baseline.py": ("test_baseline", *SPECULATION, "test_lossless"),
     "runtime/speculation/planning/calibration.py": ("test_calibration", "test_dyspec", *SPECULATION, "test_lossless"),
-    "runtime/speculation/config.py": ("test_config", "test_llm", *SPECULATION, "test_lossless"),
+    "runtime/speculation/config.py": ("test_speculative_config", "test_llm", *SPECULATION, "test_lossless"),
     "runtime/speculation/planning/controller.py": (
         *CONTROLLER,
         "test_cost",

@@ -25,6 +25,7 @@ OPERATORS = frozenset(
 )
 OWN_DOMAIN = ("", "ai.onnx")
 EXTERNAL = ".data"  # the data file of `<name>.onnx` is `<name>.onnx.data`
+MOST_BYTES = 1 << 24  # of a graph, which a parser makes up to 80 times as large in memory
 GRAPHS = ("g", "graphs", "sparse_tensor", "sparse_tensors")  # fields of an attribute
 ELEMENTS = {"float32": 1, "int64": 7}  # onnx.TensorProto.DataType
 
@@ -44,12 +45,14 @@ def check_graph(path: Path, spec: EngineSpec) -> None:
     except ModuleNotFoundError as error:
         raise EngineError(f"the {spec.role} needs {lacking(error)}") from error
     try:
+        if path.stat().st_size > MOST_BYTES:
+            raise ValueError(f"it has more than {MOST_BYTES >> 20} MiB")
         model = load_model_from_string(path.read_bytes())
         check_model(model, path)
         inputs, outputs = (
             {each.name: type_of(each) for each in part} for part in (model.graph.input, model.graph.output)
         )
-    except (OSError, ValueError, DecodeError) as error:
+    except (OSError, ValueError, DecodeError, MemoryError) as error:
         raise EngineError(f"{path.name} is no graph of a bundle ({error}): rebuild the bundle") from error
     feeds, results = expected_tensors(spec)
     for kind, wanted, found in (("input", feeds, inputs), ("output", results, outputs)):
@@ -111,8 +114,8 @@ def check_tensor(tensor: Any, beside: Path) -> None:
 
 def type_of(value: Any) -> TensorType:
     """The type of an onnx.ValueInfoProto. Raises ValueError."""
-    if value.type.WhichOneof("value") != "tensor_type":
-        raise ValueError(f"{value.name!r:.200} is no tensor")
+    if not isinstance(value.name, str) or value.type.WhichOneof("value") != "tensor_type":
+        raise ValueError(f"{value.name!r:.200} is no tensor")  # a name that is no UTF-8 is of bytes
     kind = value.type.tensor_type
     shape = tuple(axis.dim_value if axis.HasField("dim_value") else None for axis in kind.shape.dim)
     return TensorType(kind.elem_type, shape)

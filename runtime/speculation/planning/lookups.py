@@ -25,7 +25,7 @@ from typing import NamedTuple
 # at temperatures 0 and 0.7.
 FIRST_GUESSES = {0: 0.4, 2: 0.5, 3: 0.6, 4: 0.7, 6: 0.8, 8: 0.9}
 LONGEST = max(FIRST_GUESSES)
-FORCED = LONGEST + 1  # in the place of n: what a grammar forces, which is right about as often
+FORCED = 100  # in the place of n, longer than any: what a grammar forces, which is right about as often
 DEPTHS = 16  # that are counted apart: the last one for all deeper ones
 PRIOR = 8.0  # weight of what others have shown, or of the guess, in observations
 MEMORY, LONG_MEMORY = 0.98, 0.998  # factor on the weight of earlier observations: of a request, of all together

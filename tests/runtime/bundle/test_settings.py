@@ -17,6 +17,7 @@ from draftwood.runtime.bundle.cache import Model
 from draftwood.runtime.bundle.fit import fitted
 from draftwood.runtime.bundle.foreign import with_others
 from draftwood.runtime.serving.triton.contract import changed
+from draftwood.runtime.speculation.bounds import LOOKUP_SIZES
 
 OWN = SpeculativeConfig()
 
@@ -162,3 +163,11 @@ def test_a_number_that_somebody_wrote_is_refused_also_where_it_is_the_default(
         assert config is not None
         with pytest.raises(ConfigError, match="do not fit the target's widest pass of 4 rows"):
             fitted(config, small)
+
+
+@pytest.mark.parametrize("name", LOOKUP_SIZES)
+def test_the_size_of_a_lookup_is_refused_beside_a_draft(name: str, small: EngineBundle) -> None:
+    """There a round takes lookups of several lengths, as long as they pay."""
+    with pytest.raises(ConfigError, match=f"{name} is for grow='lookup'"):
+        fitted(SpeculativeConfig(**{name: 3}), small)  # type: ignore[arg-type]  # each of its own type
+    assert fitted(SpeculativeConfig("lookup", **{name: 3}), small)  # type: ignore[arg-type]

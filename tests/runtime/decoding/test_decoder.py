@@ -22,7 +22,6 @@ from draftwood.runtime.sampling.params import SamplingParams
 from draftwood.runtime.sampling.random import RandomStreams, SeededStream, seeded_streams
 from draftwood.runtime.sampling.sampler import Sampler
 from draftwood.runtime.speculation.config import SpeculativeConfig
-from draftwood.runtime.speculation.stopwatch import Stopwatch
 
 V, PROMPT = 8, (0, 1)
 CONFIGS = {
@@ -222,32 +221,8 @@ def test_a_repetition_penalty_under_which_logits_overflow_is_refused(penalty: fl
         SamplingParams(repetition_penalty=penalty)
 
 
-def test_a_processor_that_makes_a_logit_infinite_is_named() -> None:
-    params = SamplingParams(logits_processors=(lambda tokens, logits: np.full_like(logits, np.inf),))
-    with pytest.raises(RequestError, match="became inf"):
-        decode(CONFIGS["chain"], params)
-
-
-def test_a_processor_that_forbids_everything_is_named() -> None:
-    params = SamplingParams(logits_processors=(lambda tokens, logits: np.full_like(logits, -np.inf),))
-    with pytest.raises(RequestError, match="no token is left"):
-        decode(None, params)
-    with pytest.raises(RequestError, match="shape"):
-        decode(None, SamplingParams(logits_processors=(lambda tokens, logits: logits[:2],)))
-
-
 def certain(token: int) -> NDArray[np.float64]:
     return np.asarray(np.eye(V)[token])
-
-
-def test_a_round_teaches_the_lookup_its_tokens() -> None:
-    """The prompt repeats nothing and the draft is always wrong: what is accepted was found in the text itself."""
-    target, draft = FakeEngine(lambda seen: certain((seen[-1] + 1) % 4), V), FakeEngine(lambda seen: certain(7), V)
-    params, stats = SamplingParams(max_tokens=24, temperature=0), SpecDecodeStats()
-    decoder = SpeculativeDecoder(target, draft, SpeculativeConfig("lookup", lookup_len=3, lookup_ngram=2), 4096, ())
-    chunks = list(decoder.generate(PROMPT, Sampler(params, PROMPT, (), V), seeded_streams(0), stats))
-    assert tokens_of(chunks) == [(2 + at) % 4 for at in range(24)]
-    assert stats.num_accepted_tokens >= 12
 
 
 def test_only_the_number_of_tokens_limits_the_depth_of_algorithm_1() -> None:
@@ -282,11 +257,3 @@ def test_greedy_rounds_need_the_best_tokens_only(name: str) -> None:
     decoder = SpeculativeDecoder(RankingEngine(truth), draft, CONFIGS[name], 4096, ())
     chunks = list(decoder.generate(PROMPT, Sampler(params, PROMPT, (), V), seeded_streams(5), SpecDecodeStats()))
     assert tokens_of(chunks) == tokens_of(decode(None, params, seed=5)[0])
-
-
-def test_a_stopwatch_adds_what_others_timed() -> None:
-    watch = Stopwatch()
-    watch.add(0.5)
-    assert watch.lap() == 0.5
-    watch.add(0.25)
-    assert (watch.seconds, watch.latest, watch.lap()) == (0.75, 0.25, 0.25)

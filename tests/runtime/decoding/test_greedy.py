@@ -17,7 +17,6 @@ PROPOSALS = {
     "auto": SpeculativeConfig(max_draft_len=5),
     "chain": SpeculativeConfig("chain", max_draft_len=4),
     "chain, confidence": SpeculativeConfig("chain", stop_rule="confidence", max_draft_len=8),
-    "lookup": SpeculativeConfig("lookup", lookup_ngram=2),
     "k-ary": SpeculativeConfig("k-ary", branching=(2, 2, 1), max_total_draft_tokens=10),
     "topk 8": SpeculativeConfig("topk", max_total_draft_tokens=8, max_draft_len=3),
     "topk 32": SpeculativeConfig("topk", max_total_draft_tokens=32, max_draft_len=8, frontier_width=8),
@@ -28,6 +27,7 @@ PROPOSALS = {
 # A model this small decodes plainly where costs decide; here every round shall propose.
 CONFIGS = {name: replace(config, budget="fixed") for name, config in PROPOSALS.items()} | {
     "by cost": SpeculativeConfig(),
+    "lookup": SpeculativeConfig("lookup", lookup_ngram=2),
 }
 PENALISED = SamplingParams(
     max_tokens=60, temperature=0, repetition_penalty=1.3, presence_penalty=0.4, frequency_penalty=0.2, min_tokens=50

@@ -12,7 +12,6 @@ from bundling import built_native
 
 from draftwood.runtime import (
     LLM,
-    ConfigError,
     EngineError,
     RequestError,
     RequestOutput,
@@ -44,13 +43,6 @@ def test_a_prompt_gives_a_result(llm: LLM) -> None:
     assert result.text == llm.tokenizer.decode(result.token_ids)
     assert result.prompt_token_ids == llm.tokenizer.encode("hello")
     assert result.stats.num_tokens == 24
-
-
-def test_a_list_in_gives_a_list_out_in_order(llm: LLM) -> None:
-    prompts: list[Prompt] = ["one", "two", [1, 5, 9]]
-    results = llm.generate(prompts, GREEDY)
-    assert [result.token_ids for result in results] == [llm.generate(prompt, GREEDY)[0].token_ids for prompt in prompts]
-    assert llm.generate([], GREEDY) == []
 
 
 def test_the_prompts_of_a_list_share_passes(tiny_pair: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -187,11 +179,6 @@ def test_tokens_may_be_numpys(llm: LLM) -> None:
     assert [len(result.prompt_token_ids) for result in batch] == [3, 2]
 
 
-def test_one_bad_prompt_of_a_list_stops_all_before_any_ran(llm: LLM) -> None:
-    with pytest.raises(RequestError, match="999999"):
-        llm.generate(cast(list[Prompt], ["fine", [999999]]), GREEDY)
-
-
 def test_an_empty_prompt_is_the_begin_of_text_token(llm: LLM, stories_bundle: Path) -> None:
     assert llm.generate("", GREEDY)[0].prompt_token_ids == [llm.tokenizer.bos_token_id]
 
@@ -199,11 +186,6 @@ def test_an_empty_prompt_is_the_begin_of_text_token(llm: LLM, stories_bundle: Pa
 def test_an_empty_prompt_without_begin_of_text_is_refused(no_bos_bundle: Path) -> None:
     with LLM(no_bos_bundle) as llm, pytest.raises(RequestError, match="give it some text"):
         llm.generate("")
-
-
-def test_numpy_token_ids_are_fine(llm: LLM) -> None:
-    tokens = np.array([1, 5, 9])
-    assert llm.generate(tokens.tolist(), GREEDY)[0].prompt_token_ids == [1, 5, 9]
 
 
 def test_the_context_limit_ends_the_text(llm: LLM) -> None:
@@ -216,31 +198,6 @@ def test_the_context_limit_ends_the_text(llm: LLM) -> None:
         assert len(result.token_ids) == 7 and result.finish_reason == "length"
     result = llm.generate(prompt + [4] * 6, GREEDY)[0]
     assert len(result.token_ids) == 1 and result.finish_reason == "length"
-
-
-def test_a_fixed_seed_gives_the_same_text(tiny_bundle: Path) -> None:
-    params = SamplingParams(max_tokens=30, temperature=0.9, seed=11, ignore_eos=True)
-    for config in (None, SpeculativeConfig(), SpeculativeConfig("topk"), SpeculativeConfig("k-ary")):
-        texts = []
-        for _ in range(2):
-            with LLM(tiny_bundle, config) as llm:
-                texts.append(llm.generate("hello", params)[0].token_ids)
-                texts.append(llm.generate("hello", params)[0].token_ids)
-        assert all(tokens == texts[0] for tokens in texts)
-
-
-@pytest.mark.parametrize(
-    ("config", "named"),
-    [
-        (SpeculativeConfig("topk", max_total_draft_tokens=64), "target's widest pass"),
-        (SpeculativeConfig("dyspec", max_total_draft_tokens=63, max_draft_len=40, frontier_width=16), "max_draft_len"),
-    ],
-)
-def test_a_proposal_larger_than_the_engines_is_refused(
-    tiny_bundle: Path, config: SpeculativeConfig, named: str
-) -> None:
-    with pytest.raises(ConfigError, match=named):
-        LLM(tiny_bundle, config)
 
 
 def test_the_largest_proposals_fit(tiny_bundle: Path) -> None:
@@ -280,25 +237,6 @@ class TestStopStrings:
                 return out, kept, written.finish_reason
         raise AssertionError("the text never ended")
 
-    @pytest.mark.parametrize("size", [1, 2, 3, 100])
-    def test_the_text_ends_before_the_stop_string(self, tokenizer: Tokenizer, size: int) -> None:
-        params = SamplingParams(stop=("END", "zzz"))
-        text, tokens, reason = self.written(tokenizer, "one E two END three", [size] * 100, params)
-        assert (text, reason) == ("one E two ", "stop")
-        assert tokenizer.decode(tokens).endswith("END")
-
-    @pytest.mark.parametrize("size", [1, 2, 3, 100])
-    def test_a_stop_string_never_met_changes_nothing(self, tokenizer: Tokenizer, size: int) -> None:
-        params = SamplingParams(stop=("three!",))
-        text, _, reason = self.written(tokenizer, "one two three", [size] * 100, params)
-        assert (text, reason) == ("one two three", "length")
-
-    def test_min_tokens_come_before_any_stop_string(self, tokenizer: Tokenizer) -> None:
-        tokens = tokenizer.encode("ab END cd END ef", add_special_tokens=False)
-        params = SamplingParams(stop=("END",), min_tokens=len(tokens) // 2, max_tokens=len(tokens))
-        text, _, reason = self.written(tokenizer, "ab END cd END ef", [1] * 100, params)
-        assert (text, reason) == ("ab END cd ", "stop")
-
     @pytest.mark.parametrize("size", [1, 2, 100])
     @pytest.mark.parametrize("stop", [("ENDED",), ("ENDED", "E", "NDE")])
     def test_a_stop_string_may_begin_within_min_tokens(
@@ -314,10 +252,6 @@ class TestStopStrings:
         params = SamplingParams(stop=("ENDED",), min_tokens=100, max_tokens=100)
         for text in ("ab EN", "ab ENDE ef", "ab ENDED ef"):
             assert self.written(tokenizer, text, [1] * 100, params)[::2] == (text, "length")
-
-    def test_a_character_across_tokens_is_whole(self, tokenizer: Tokenizer) -> None:
-        text, _, _ = self.written(tokenizer, "a🙂b", [1] * 100, SamplingParams())
-        assert text == "a🙂b"
 
 
 def test_64_requests_may_wait_unless_told_otherwise(llm: LLM) -> None:

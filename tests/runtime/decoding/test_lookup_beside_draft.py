@@ -125,7 +125,6 @@ def test_a_lookup_or_a_chain_has_no_more_tokens_than_a_tree_may(settings: dict[s
         ({"stop_rule": "confidence"}, False, False),
         ({"key": "head"}, False, False),
         ({"budget": "fixed"}, False, False),
-        ({"lookup_ngram": 2, "lookup_len": 3}, True, True),
     ],
     ids=str,
 )

@@ -120,17 +120,6 @@ def text(target: FakeEngine, draft: FakeEngine | None, stats: SpecDecodeStats | 
     return [token for chunk in chunks for token in chunk.token_ids]
 
 
-def test_a_seed_gives_the_same_text_every_time() -> None:
-    def drawn(seed: int) -> list[int]:
-        target, draft = pair(5, 8, (1, 2, 5, 7))
-        sampler = Sampler(SamplingParams(max_tokens=20), PROMPT, (), 8)
-        decoder = SpeculativeDecoder(target, draft, SpeculativeConfig(budget="fixed"), 4096, ())
-        chunks = decoder.generate(PROMPT, sampler, seeded_streams(seed), SpecDecodeStats())
-        return [token for chunk in chunks for token in chunk.token_ids]
-
-    assert drawn(7) == drawn(7) != drawn(8)
-
-
 def test_a_processor_may_force_a_token_that_the_draft_does_not_predict() -> None:
     _, draft = pair(0, 4, (0, 2))
     forced = SamplingParams(logits_processors=(lambda tokens, logits: logits + 5000.0 * (np.arange(4) == 3),))

@@ -27,7 +27,7 @@ from draftwood.models.bindings import TARGET
 from draftwood.models.errors import EngineError
 from draftwood.models.layers import num_parameters
 from draftwood.runtime.bundle.bundle import EngineBundle
-from draftwood.runtime.engines.onnx.file import OPERATORS, check_graph
+from draftwood.runtime.engines.onnx.file import MOST_BYTES, OPERATORS, check_graph
 from draftwood.runtime.engines.onnx.onnxruntime import OnnxRuntimeEngine
 from draftwood.runtime.engines.passes import prefill
 
@@ -108,7 +108,8 @@ def test_no_cut_and_no_flipped_bit_of_a_graph_is_more_than_an_error(bundle: Path
         except EngineError:
             refused += 1
     assert refused
-    for other in (b"", os.urandom(999), b"\xff" * 99):
+    no_text = content.replace(b"input_ids", b"input_\xffds")
+    for other in (b"", os.urandom(999), b"\xff" * 99, no_text, bytes(MOST_BYTES + 1)):
         file.write_bytes(other)
         with pytest.raises(EngineError, match="rebuild the bundle"):
             check_graph(file, spec)

@@ -139,18 +139,6 @@ def test_every_request_gets_the_text_it_gets_alone(
     assert decode(pools, requests) == alone
 
 
-def test_requests_together_need_fewer_passes() -> None:
-    params = SamplingParams(max_tokens=30, temperature=0)
-    requests = [([index], CONFIGS[1], params) for index in range(6)]
-
-    def passes(pooled: bool) -> int:
-        engines = fake_engines()
-        decode([PooledEngine(engine, 4096) for engine in engines] if pooled else engines, requests)
-        return engines[0].passes
-
-    assert passes(pooled=True) < 0.4 * passes(pooled=False)
-
-
 def test_a_full_pool_says_what_to_do_and_a_closed_cache_is_refused() -> None:
     with pytest.raises(EngineError, match="allow more memory"):
         PooledEngine(fake_engines()[0], 63)

@@ -20,7 +20,7 @@ import pytest
 from bundling import ROOT
 from cuda_driver.machine import Machine as Gpu
 from engine_parts import BUSHY, CAPACITY, WIDTHS
-from fake_tensorrt import HEADER, CudaEngine, ExecutionContext, FakeTensorRT, RuntimeCache, RuntimeConfig
+from fake_tensorrt import HEADER, FakeTensorRT
 from tensorrt_names import Names, Use, missing, overridden, public_names, uses
 
 from draftwood.builder.checkpoints.checkpoint import Checkpoint
@@ -288,35 +288,3 @@ def test_the_callbacks_exist_in_both(rtx: Names, listed: Names) -> None:
         "IPluginV3OneRuntime",
         "IPluginCreatorV3One",
     }
-
-
-def test_the_stand_in_has_only_names_of_the_real_package(rtx: Names) -> None:
-    """Every attribute the engine was tested with exists in TensorRT-RTX."""
-    real = {
-        "IExecutionContext": ExecutionContext,
-        "IRuntimeCache": RuntimeCache,
-        "IRuntimeConfig": RuntimeConfig,
-        "ICudaEngine": CudaEngine,
-        "": FakeTensorRT,
-        **{name: vars(FakeTensorRT)[name] for name in ("TensorIOMode", "CudaGraphStrategy")},
-    }
-    for owner, stand_in in real.items():
-        own = {name for name in vars(stand_in) if not name.startswith("_")} - {"deserialize"}
-        assert own and own <= rtx[owner].keys(), owner
-    assert {"num_io_tensors", "num_optimization_profiles"} <= rtx["ICudaEngine"].keys()
-
-
-@pytest.mark.parametrize(
-    ("source", "problem"),
-    [
-        ("trt.Bilder(logger)", ("", "Bilder")),
-        ("trt.Runtime()", ("", "Runtime")),
-        ("trt.LayerType.ATTENTION_IMPUT", ("LayerType", "ATTENTION_IMPUT")),
-        ("engine.get_tensor_mode(1, 2, 3)", ("ICudaEngine", "get_tensor_mode")),
-    ],
-)
-def test_a_wrong_name_is_found(source: str, problem: tuple[str, str], listed: Names, tmp_path: Path) -> None:
-    """Negative control."""
-    (tmp_path / "code.py").write_text(source)
-    wrong = missing(list(uses(tmp_path / "code.py", {"engine": "ICudaEngine"})), listed)
-    assert [(use.owner, use.name) for use in wrong] == [problem]

@@ -9,8 +9,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from numpy.typing import NDArray
 from together import PATIENCE_S, WatchedEngine, collect, held, over_llm, run, tokens_of, until
 
@@ -30,37 +28,6 @@ def test_a_request_gives_the_chunks_of_the_llm(llm: LLM) -> None:
     expected = list(llm.stream("hello", params))
     assert [chunk[:5] for chunk in chunks] == [chunk[:5] for chunk in expected]
     assert chunks[-1].stats.accepted_per_round == expected[-1].stats.accepted_per_round
-
-
-@st.composite
-def requests(draw: st.DrawFn) -> tuple[list[int], SamplingParams, Speculation]:
-    prompt = draw(st.lists(st.integers(3, 60), min_size=1, max_size=6))
-    params = SamplingParams(
-        max_tokens=draw(st.integers(1, 12)),
-        temperature=draw(st.sampled_from([0.0, 0.8])),
-        seed=draw(st.integers(0, 3)),
-        top_k=draw(st.sampled_from([0, 5])),
-        repetition_penalty=draw(st.sampled_from([1.0, 1.2])),
-        stop=draw(st.sampled_from([(), ("e", "a")])),
-    )
-    chain = SpeculativeConfig("chain", budget="fixed", max_draft_len=3)
-    graph = SpeculativeConfig("topk", budget="fixed", merge="gsd")
-    own: Speculation = "own"
-    return prompt, params, draw(st.sampled_from([own, None, chain, graph]))
-
-
-@settings(max_examples=25)
-@given(st.lists(requests(), min_size=2, max_size=6), st.integers(1, 4))
-def test_every_text_is_the_one_it_is_alone(
-    llm: LLM, mix: list[tuple[list[int], SamplingParams, Speculation]], max_running: int
-) -> None:
-    async def together(served: AsyncLLM) -> list[list[StreamChunk]]:
-        streams = [served.generate(prompt, params, speculative=how) for prompt, params, how in mix]
-        return await asyncio.gather(*map(collect, streams))
-
-    for (prompt, params, how), chunks in zip(mix, run(together, llm, max_running=max_running), strict=True):
-        alone = list(llm.stream(prompt, params, speculative=how))
-        assert [chunk[:5] for chunk in chunks] == [chunk[:5] for chunk in alone]
 
 
 def test_rounds_take_turns(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -98,7 +98,7 @@ def fails_soon(output: Sequence[int], logits: NDArray[np.float64]) -> NDArray[np
 FIXED: list[Speculation] = [None, SpeculativeConfig("topk", budget="fixed", max_total_draft_tokens=12, merge="gsd")]
 FIXED.append(SpeculativeConfig("chain", budget="fixed", max_draft_len=3))
 PLANNED: list[Speculation] = ["own", "own", SpeculativeConfig("chain", max_draft_len=3)]
-PLANNED.append(SpeculativeConfig(lookup_ngram=1))
+PLANNED.append(SpeculativeConfig("lookup", lookup_ngram=1))
 
 
 @st.composite

@@ -54,17 +54,3 @@ def test_what_is_no_configuration_is_refused(text: str, named: str) -> None:
     with pytest.raises(ConfigError, match=r"configuration '.*") as caught:
         parse(text)
     assert named in str(caught.value) and len(str(caught.value)) < 700
-
-
-@pytest.mark.parametrize(
-    ("settings", "why"),
-    [
-        ({"grow": "topk", "verify": "block"}, "chosen or linked by probability and not drawn from q"),
-        ({"grow": "dyspec", "merge": "gsd", "verify": "rejection"}, "as rules with p/q assume: use verify='match'"),
-        ({"grow": "dyspec", "verify": "block"}, "where block verification assumes a chain: use verify='traversal' or"),
-        ({"grow": "dyspec-threshold", "merge": "gsd", "verify": "traversal"}, "merged branches share their draws"),
-    ],
-)
-def test_a_verifier_that_is_not_lossless_is_refused_in_the_paper_s_words(settings: dict[str, str], why: str) -> None:
-    with pytest.raises(ConfigError, match=why):
-        SpeculativeConfig(**settings)  # type: ignore[arg-type]  # each is text
