@@ -65,18 +65,18 @@ class SpeculativeConfig:
     (`branching` children per depth, or any `topology`). "dyspec" draws tokens where acceptance is likely, in a static
     shape; "dyspec-heap" and "dyspec-threshold" are the paper's own forms. "topk" chooses the most probable tokens.
     "lookup" proposes what a prompt lookup finds and needs no draft.
-    "auto" is "topk" at temperature 0, with merge="gsd" and with verify="match", else "dyspec". With budget="cost" and
-    no merge, "auto" is "chain" or, if nothing asks for drawn tokens, "topk" in rounds where that is expected to be
-    faster. At temperature 0 every proposal is lossless, so all growers choose the most probable
-    tokens instead of drawing, and "dyspec" is "topk".
+    "auto" is "lookup" without a draft. Else it is "topk" at temperature 0, with merge="gsd" and with verify="match",
+    and "dyspec" otherwise. With budget="cost" and no merge, "auto" is "chain" or, if nothing asks for drawn tokens,
+    "topk" in rounds where that is expected to be faster. At temperature 0 every proposal is lossless, so all growers
+    choose the most probable tokens instead of drawing, and "dyspec" is "topk".
     merge: "gsd" links recurring sequences of `merge_ngram` tokens. Drawn merges are exact under rejection with
     "dyspec-threshold", and only under matching with the other growers.
     stop_rule: the rule that ends a branch before the limits. key: the estimate of acceptance that DySpec grows by: the
     "draft"'s probability as in the paper, this probability "calibrated" by earlier rounds, or the trained "head" for
     tokens that the draft has read. verify: "match", "rejection", "block", "traversal", or "auto" for the best verifier
-    that is exact for the proposal. lookup_ngram: length of the n-gram that grow="lookup" looks up, 0 for several
-    lengths; lookup_len: most tokens that it proposes. lookups: "auto" lets grow="auto" take
-    what a lookup finds in rounds where that is expected to be faster, if other settings are defaults.
+    that is exact for the proposal. lookup_ngram: length of the n-gram that "lookup" looks up, 0 for several lengths.
+    lookup_len: most tokens that it proposes. lookups: "auto" lets grow="auto" take what a lookup finds in rounds where
+    that is expected to be faster, if other settings are defaults.
 
     budget: "cost" chooses the depth and size of each round's proposal, or plain decoding, by measured costs, up to the
     limits below. "fixed" always proposes up to them, as "dyspec-heap" does above temperature 0.
@@ -204,8 +204,8 @@ class SpeculativeConfig:
 
     def round_shape(self, greedy: bool) -> RoundShape | None:
         """The shape of all proposals, where they are those of `BestFirst` alone, drawn chains or trees of
-        `DySpecLayers`, and a device can verify them: without merges and rules that end a branch. None
-        for other settings."""
+        `DySpecLayers`, and a device can verify them: without merges and rules that end a branch. None for other
+        settings."""
         kind, prunes = self._kind, self.sibling_share or self.leaf_share
         if not kind.drafts or self.stop_rule != "fixed" or self.merge != "none" or prunes:
             return None

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from draftwood.plugins import installation, tensorrt
-from draftwood.plugins.installation import install
+from draftwood.plugins.installation import install, lacking
 from draftwood.plugins.tensorrt import load_tensorrt, tensorrt_logger
 
 needs_rtx = pytest.mark.skipif(
@@ -99,3 +99,12 @@ def test_the_command_is_for_this_installation(
     found = SimpleNamespace(read_text=lambda name: text)
     monkeypatch.setattr(installation, "distribution", lambda name: found)
     assert install("onnxruntime", "otel").startswith(f"pip install {command}")
+
+
+@pytest.mark.parametrize(("others", "extra"), [([], "onnxruntime"), (["onnxruntime-gpu"], "gpu")])
+def test_a_package_that_is_lacking_is_brought_beside_what_is_there(
+    others: list[str], extra: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """ONNX Runtime for GPUs and for CPUs have one package folder."""
+    monkeypatch.setattr(installation, "distributions", lambda name: others)
+    assert f"[{extra}]" in lacking(ModuleNotFoundError(name="onnx"))

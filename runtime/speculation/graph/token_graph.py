@@ -16,8 +16,8 @@ ROOT = 0  # the last committed token
 
 class Edge(NamedTuple):
     """One continuation. gain: log-value of the child minus its parent's, see TokenGraph. looked_up: a prompt
-    lookup found the child, with probability one. R [K]: the distribution from which a
-    drawn child was drawn, which is q without the siblings drawn before it."""
+    lookup found the child. R [K]: the distribution from which a drawn child was drawn, which is q without the siblings
+    drawn before it."""
 
     child: int
     gain: float
