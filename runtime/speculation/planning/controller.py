@@ -33,10 +33,11 @@ from .prices import CONTEXT_STEP, PLAIN, Candidates, costs_at, prices_of, stored
 LOST = 0.5  # plain tokens that wrong proposals may lose before a plan no longer holds
 PROBE_LOSS = 0.01  # share of plain decoding's time that probes (rounds that test speculation again) may cost
 SHARED_PROBE_LOSS = 0.004  # the same when requests share passes: they learn from each other's probes
-SHARED_SPEED_UP = 1.1  # least expected speed-up of a proposal when requests share passes
-# The same of a prompt lookup, over the plan. It is priced as if all looked up: texts that start together mostly end
-# with the slowest one, so that longer passes for one of them saved nothing (4 texts of Qwen2.5-Coder 1.5B, 3 to 8 %).
-SHARED_LOOKUP = 1.3
+# Least expected speed-up of a text with proposals when requests share passes; of a lookup's round over the planned one,
+# priced as if all looked up. Texts that start together mostly end with the slowest one, so that longer passes for one
+# of them save nothing, and what a few rounds have promised is mostly too much (4 texts of Qwen2.5-Coder 1.5B: at 1.1
+# proposals lost 3 to 18 %).
+SHARED_SPEED_UP = 1.3
 READING_DIGITS = 2  # decimals of the time that a draft reads first, per token of the rest and in plain tokens
 # Further rounds for which a plan stays: at first, and the most. Twice as long each time that the same is planned again.
 HELD_PLAIN, HELD_ALONE, HELD_SHARED = (15, 63), (7, 7), (3, 15)  # a proposal of a request alone, and of one of several
@@ -153,7 +154,7 @@ class Controller:
 
     def _least_speed(self, plan: RoundPlan) -> float:
         """Tokens per second of a lookup that takes the plan's place."""
-        return plan.tokens / plan.seconds * (SHARED_LOOKUP if self._batch_sizes[1] > 1 else 1.0)
+        return plan.tokens / plan.seconds * (SHARED_SPEED_UP if self._batch_sizes[1] > 1 else 1.0)
 
     def or_lookup(self, plan: RoundPlan, match: Match) -> RoundPlan:
         """The plan of this round, or what a prompt lookup found, where that is expected to be faster."""
@@ -248,26 +249,24 @@ class Controller:
         drift.observe_draft(stored, seconds)
 
     def _pays(self, plan: RoundPlan, remaining: int, reading_time: float, batch_size: int) -> bool:
-        """Whether `plan` is expected to be faster than plain decoding. When requests share passes, the difference must
-        be clear, because the cost table was measured with a single request's rows, none of them rejected."""
-        clearly = batch_size == 1 or plan.speed_up > SHARED_SPEED_UP
-        return clearly and self._saves(plan, remaining) > reading_time
+        """Whether the text is expected to end sooner with rounds like `plan`, the draft's reading included; clearly
+        sooner where requests share passes, because the cost table was measured with a single request's rows."""
+        needed = 1.0 if batch_size == 1 else SHARED_SPEED_UP
+        return needed * (plan.seconds / plan.tokens * remaining + reading_time) < self._plain_seconds * remaining
 
     def _reason_for_plain(self, plan: RoundPlan, remaining: int, unread: int, batch_size: int) -> str:
         """The reason why `_pays` is false. Times are counted in plain tokens, because the costs may be assumed ones."""
         promise = f"a proposal promises {plan.speed_up:.2f} times plain speed"
-        if batch_size > 1 and plan.speed_up <= SHARED_SPEED_UP:
+        reading = self._reading_time(unread) / self._plain_seconds
+        first = f"the draft would first read {unread} tokens, in the time of {reading:.1f}"
+        if batch_size > 1:
             needed = f"more than {SHARED_SPEED_UP:.2f} is needed when {batch_size} requests share the passes"
-            return f"{promise}, but {needed}"
-        if not (reading := self._reading_time(unread)):
+            return f"{promise}, but {needed}" + (f", and {first}" if reading else "")
+        if not reading:
             return promise
-        saved, reading = self._saves(plan, remaining) / self._plain_seconds, reading / self._plain_seconds
+        saved = (1 - plan.seconds / plan.tokens / self._plain_seconds) * remaining
         saving = f"{promise}, which saves the time of {max(0.0, saved):.1f} tokens over the {remaining} that may follow"
-        return f"{saving}, but the draft would first read {unread} tokens, in the time of {reading:.1f}"
-
-    def _saves(self, plan: RoundPlan, remaining: float) -> float:
-        """Seconds that rounds like `plan` save over a text of `remaining` tokens."""
-        return (self._plain_seconds - plan.seconds / plan.tokens) * remaining
+        return f"{saving}, but {first}"
 
     def _delay(self, plan: RoundPlan) -> float:
         """Seconds that one request's proposal adds to a shared pass of plain rows, minus the seconds that it saves."""

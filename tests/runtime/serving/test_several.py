@@ -62,7 +62,8 @@ def test_a_model_is_opened_when_it_is_named_and_closed_for_another(server: Serve
 
 def test_ollamas_clients_see_all_models(server: Served) -> None:
     complete(server, model="one")
-    body = {"model": "one:latest", "prompt": "hello", "raw": True, "stream": False, "options": {"num_predict": 2}}
+    body = {"model": "one:latest", "prompt": "hello", "raw": True, "stream": False}
+    body["options"] = {"num_predict": 2, "ignore_eos": True}
     assert json.loads(server.ask("/api/generate", body)[1])["eval_count"] == 2
     listed, running = (json.loads(server.ask(path)[1])["models"] for path in ("/api/tags", "/api/ps"))
     assert [entry["name"] for entry in listed] == ["one:latest", "two:latest"]
