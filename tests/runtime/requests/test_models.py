@@ -180,7 +180,7 @@ def test_a_request_waits_no_longer_than_its_time_and_a_closed_model_is_forgotten
 
             return app
 
-        several = SeveralModels(shelf.models, new_app(), frozenset(("/x",)), make, 0.05)
+        several = SeveralModels(shelf.models, new_app(), frozenset(("/x",)), make, 0.5)
 
         async def ask(name: str) -> None:
             body: list[Any] = [{"body": json.dumps({"model": name}).encode()}]

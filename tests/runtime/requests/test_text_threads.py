@@ -75,7 +75,8 @@ def test_the_next_grammar_is_that_of_the_next_client() -> None:
         return order
 
     assert GRAMMAR_THREADS == PROCESSES + 1 == 3
-    assert asyncio.run(compile_all())[:5] == ["a0", "a1", "a2", "a3", "b"]
+    found = asyncio.run(compile_all())
+    assert {*found[:3]} == {"a0", "a1", "a2"} and found[3:5] == ["a3", "b"]
 
 
 def test_a_text_that_is_given_up_is_forgotten_while_its_thread_works_for_others() -> None:

@@ -34,7 +34,12 @@ IN_STREAMS: list[tuple[type[Answer], str, dict[str, Any], str]] = [
     (Answer, "/v1/chat/completions", SHORT, "server_error"),
     (MessageAnswer, "/v1/messages", SHORT, "api_error"),
     (ResponseAnswer, "/v1/responses", {"input": "hello", "max_output_tokens": 3}, "response.failed"),
-    (OllamaAnswer, "/api/chat", CHAT | {"options": {"num_predict": 3}}, '{"error": "the server failed'),
+    (
+        OllamaAnswer,
+        "/api/chat",
+        CHAT | {"options": {"num_predict": 3, "logit_bias": {"70": 100}}},
+        '{"error": "the server failed',
+    ),
 ]
 
 

@@ -84,7 +84,7 @@ def statuses(operation: Any, mode: GenerationMode, examples: int) -> set[int]:
             case.body["model"] = "0"
         if next(turns) % 2 and isinstance(case.body, dict) and mode is GenerationMode.POSITIVE:
             case.body = {name: NEEDED[name] or value for name, value in case.body.items() if name in NEEDED}
-        seen.add(case.call_and_validate(checks=CHECKS, timeout=20).status_code)
+        seen.add(case.call_and_validate(checks=CHECKS, timeout=120).status_code)
 
     answered()
     return seen

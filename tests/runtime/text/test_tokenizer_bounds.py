@@ -193,7 +193,7 @@ def test_a_text_of_unproved_cost_is_encoded_in_a_process(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     """At worst the text is refused, and the next one encoded; what was read of the file decodes."""
-    monkeypatch.setattr("draftwood.runtime.text.tokenizer.ENCODING", ENCODING._replace(seconds=1.0))
+    monkeypatch.setattr("draftwood.runtime.text.tokenizer.ENCODING", ENCODING._replace(seconds=5.0))
     changes, text = UNPROVED[name]
     folder = write(tmp_path, **({"model": LETTERS, "decoder": DECODER} | changes))
     with Tokenizer.load(folder) as tokenizer:
