@@ -15,6 +15,7 @@ table holds, and it has an `History` of its own: its text stays the same as long
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -193,7 +194,9 @@ class Controller:
         loss = reading_time + best.depth * self._draft_alone[min(self._shapes.frontier, len(self._draft_alone)) - 1]
         loss += self._delay(best)
         allowed = PROBE_LOSS if batch_size == 1 else SHARED_PROBE_LOSS
-        self._patience = loss / (allowed * self._plain_seconds)
+        # The last few tokens of a text show too little for that a draft reads all before them.
+        ends = reading_time > 0 and remaining <= self._shapes.depth
+        self._patience = math.inf if ends else loss / (allowed * self._plain_seconds)
         if self._history.plain_rounds > self._patience:
             self._history.plain_rounds = 0
             return best._replace(probe=True)

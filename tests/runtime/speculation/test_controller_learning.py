@@ -52,15 +52,16 @@ def test_one_round_teaches_every_smaller_budget() -> None:
     assert expected[2, 2] - expected[1, 2] > 0.7
 
 
-def test_a_probe_that_has_to_read_the_whole_prompt_is_rarer() -> None:
-    def rounds_to_probe(unread: int) -> int:
+def test_a_probe_that_has_to_read_the_whole_prompt_is_rarer_and_none_ends_a_text() -> None:
+    def rounds_to_probe(unread: int, room: int = 100) -> int | None:
         controller = Controller(table(1.0, 0.6), CHAIN, greedy=True)
-        for count in range(10_000):
-            if controller.plan(5000, 100, unread=unread).probe:
-                return count
-        raise AssertionError("speculation is never tried again")
+        counts = (count for count in range(10_000) if controller.plan(5000, room, unread=unread).probe)
+        return next(counts, None)
 
-    assert rounds_to_probe(5000) > 5 * rounds_to_probe(1)
+    rare, often = rounds_to_probe(5000), rounds_to_probe(1)
+    assert rare is not None and often is not None and rare > 5 * often
+    assert rounds_to_probe(5000, CHAIN.depth) is None
+    assert rounds_to_probe(1, CHAIN.depth) is not None and rounds_to_probe(5000, CHAIN.depth + 1) is not None
 
 
 @pytest.mark.parametrize("host", [FREE, HostCosts(0.021, 0.31, 0.1)])
