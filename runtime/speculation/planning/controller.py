@@ -34,10 +34,9 @@ from .prices import CONTEXT_STEP, PLAIN, Candidates, costs_at, prices_of, stored
 LOST = 0.5  # plain tokens that wrong proposals may lose before a plan no longer holds
 PROBE_LOSS = 0.01  # share of plain decoding's time that probes (rounds that test speculation again) may cost
 SHARED_PROBE_LOSS = 0.004  # the same when requests share passes: they learn from each other's probes
-# Least expected speed-up of a text with proposals when requests share passes; of a lookup's round over the planned one,
-# priced as if all looked up. Texts that start together mostly end with the slowest one, so that longer passes for one
-# of them save nothing, and what a few rounds have promised is mostly too much (4 texts of Qwen2.5-Coder 1.5B: at 1.1
-# proposals lost 3 to 18 %).
+# The least expected speed-up when requests share passes: of a text with proposals, and of a lookup's round over the plan.
+# Texts that start together mostly end with the slowest one, and a few rounds promise too
+# much: with 1.1 four texts of Qwen2.5-Coder 1.5B lost 3 to 18 %.
 SHARED_SPEED_UP = 1.3
 READING_DIGITS = 2  # decimals of the time that a draft reads first, per token of the rest and in plain tokens
 # Further rounds for which a plan stays: at first, and the most. Twice as long each time that the same is planned again.
@@ -194,9 +193,9 @@ class Controller:
         loss = reading_time + best.depth * self._draft_alone[min(self._shapes.frontier, len(self._draft_alone)) - 1]
         loss += self._delay(best)
         allowed = PROBE_LOSS if batch_size == 1 else SHARED_PROBE_LOSS
-        # The last few tokens of a text show too little for that a draft reads all before them.
-        ends = reading_time > 0 and remaining <= self._shapes.depth
-        self._patience = math.inf if ends else loss / (allowed * self._plain_seconds)
+        if reading_time and remaining <= self._shapes.depth:
+            loss = math.inf  # a text's last few tokens show too little for that a draft reads all before them
+        self._patience = loss / (allowed * self._plain_seconds)
         if self._history.plain_rounds > self._patience:
             self._history.plain_rounds = 0
             return best._replace(probe=True)
