@@ -34,9 +34,9 @@ from .prices import CONTEXT_STEP, PLAIN, Candidates, costs_at, prices_of, stored
 LOST = 0.5  # plain tokens that wrong proposals may lose before a plan no longer holds
 PROBE_LOSS = 0.01  # share of plain decoding's time that probes (rounds that test speculation again) may cost
 SHARED_PROBE_LOSS = 0.004  # the same when requests share passes: they learn from each other's probes
-# The least expected speed-up when requests share passes: of a text with proposals, and of a lookup's round over the plan.
-# Texts that start together mostly end with the slowest one, and a few rounds promise too
-# much: with 1.1 four texts of Qwen2.5-Coder 1.5B lost 3 to 18 %.
+# The least expected speed-up where requests share passes: of a text with proposals, of a lookup's round over the plan.
+# Texts that start together mostly end with the slowest one, and a few rounds promise too much: with 1.1 four texts of
+# Qwen2.5-Coder 1.5B lost 3 to 18 %.
 SHARED_SPEED_UP = 1.3
 READING_DIGITS = 2  # decimals of the time that a draft reads first, per token of the rest and in plain tokens
 # Further rounds for which a plan stays: at first, and the most. Twice as long each time that the same is planned again.
