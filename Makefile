@@ -59,7 +59,7 @@ demo-small: $(BUNDLE)/manifest.json $(LARGE)/manifest.json
 # What a change most often breaks: rounds, verifiers, sampling, planning, scheduling, the command line. These tests need
 # no model of transformers, and no more than pytest and hypothesis beside what `make setup` installs.
 QUICK := floors speculative_config sampling sampling_params weights verifier gsd dyspec baseline specdecpp calibration controller \
-	controller_learning planning_lossless cost decoder room scheduler named help
+	controller_learning planning_lossless cost decoder room named help
 
 quick: .venv/ready
 	$(PY) -m pip install -q pytest hypothesis

@@ -1,5 +1,5 @@
 """Quantised checkpoints: what their layouts have in common, and the TensorSource that dequantises their matrices. Each
-layout is a file in this folder; `quantised.py` lists them."""
+layout is a file in this folder; `folder.py` lists them."""
 
 from __future__ import annotations
 

@@ -167,7 +167,7 @@ def files_of(folder: Path, pattern: str) -> Iterator[Path]:
 
 
 def remove_unfinished(folder: Path) -> None:
-    """Remove what processes left that were killed while they compiled, which takes half a minute."""
+    """Remove what processes left that were killed while they compiled, which takes some seconds."""
     for work in folder.glob(f"{UNFINISHED}*"):
         with suppress(OSError):  # another process removed it
             if time.time() - work.stat().st_mtime > UNFINISHED_S:

@@ -46,7 +46,7 @@ def make(precision: str, conditions: Conditions) -> Program:
             Setting(PLAIN, body=(("speculative", False),)),
             Setting(DEFAULT, lookups=True),
             *(drafts if conditions.draft else ()),
-            Setting("lookup:8", body=speculative(grow="lookup", max_draft_len=8), lookups=True),
+            Setting("lookup:8", body=speculative(grow="lookup", lookup_len=8, max_draft_len=8), lookups=True),
         ),
         environment(conditions),
     )
