@@ -34,10 +34,10 @@ from .prices import CONTEXT_STEP, PLAIN, Candidates, costs_at, prices_of, stored
 LOST = 0.5  # plain tokens that wrong proposals may lose before a plan no longer holds
 PROBE_LOSS = 0.01  # share of plain decoding's time that probes (rounds that test speculation again) may cost
 SHARED_PROBE_LOSS = 0.004  # the same when requests share passes: they learn from each other's probes
-# The least expected speed-up where requests share passes: of a text with proposals, of a lookup's round over the plan.
-# Texts that start together mostly end with the slowest one, and a few rounds promise too much: with 1.1 four texts of
-# Qwen2.5-Coder 1.5B lost 3 to 18 %.
-SHARED_SPEED_UP = 1.3
+SHARED_SPEED_UP = 1.1  # least expected speed-up of a proposal when requests share passes
+# The same of a text whose draft must read it first, and of a lookup's round over the plan. Texts that start together
+# mostly end with the slowest one, and few rounds promise too much: with 1.1 four of Qwen2.5-Coder 1.5B lost 3 to 18 %.
+SHARED_BEGIN = 1.3
 READING_DIGITS = 2  # decimals of the time that a draft reads first, per token of the rest and in plain tokens
 # Further rounds for which a plan stays: at first, and the most. Twice as long each time that the same is planned again.
 HELD_PLAIN, HELD_ALONE, HELD_SHARED = (15, 63), (7, 7), (3, 15)  # a proposal of a request alone, and of one of several
@@ -154,7 +154,7 @@ class Controller:
 
     def _least_speed(self, plan: RoundPlan) -> float:
         """Tokens per second of a lookup that takes the plan's place."""
-        return plan.tokens / plan.seconds * (SHARED_SPEED_UP if self._batch_sizes[1] > 1 else 1.0)
+        return plan.tokens / plan.seconds * (SHARED_BEGIN if self._batch_sizes[1] > 1 else 1.0)
 
     def or_lookup(self, plan: RoundPlan, match: Match) -> RoundPlan:
         """The plan of this round, or what a prompt lookup found, where that is expected to be faster."""
@@ -253,8 +253,8 @@ class Controller:
     def _pays(self, plan: RoundPlan, remaining: int, reading_time: float, batch_size: int) -> bool:
         """Whether the text is expected to end sooner with rounds like `plan`, the draft's reading included; clearly
         sooner where requests share passes, because the cost table was measured with a single request's rows."""
-        needed = 1.0 if batch_size == 1 else SHARED_SPEED_UP
-        return needed * (plan.seconds / plan.tokens * remaining + reading_time) < self._plain_seconds * remaining
+        spent = plan.seconds / plan.tokens * remaining + reading_time
+        return needed(batch_size, reading_time) * spent < self._plain_seconds * remaining
 
     def _reason_for_plain(self, plan: RoundPlan, remaining: int, unread: int, batch_size: int) -> str:
         """The reason why `_pays` is false. Times are counted in plain tokens, because the costs may be assumed ones."""
@@ -262,8 +262,8 @@ class Controller:
         reading = self._reading_time(unread) / self._plain_seconds
         first = f"the draft would first read {unread} tokens, in the time of {reading:.1f}"
         if batch_size > 1:
-            needed = f"more than {SHARED_SPEED_UP:.2f} is needed when {batch_size} requests share the passes"
-            return f"{promise}, but {needed}" + (f", and {first}" if reading else "")
+            least = f"more than {needed(batch_size, reading):.2f} is needed when {batch_size} requests share the passes"
+            return f"{promise}, but {least}" + (f", and {first}" if reading else "")
         if not reading:
             return promise
         saved = (1 - plan.seconds / plan.tokens / self._plain_seconds) * remaining
@@ -339,3 +339,8 @@ class Controller:
         self._lookup_speed = max(
             ((1 + k) / each for k, each in zip(right, self._lookup_seconds, strict=True)), default=0.0
         )
+
+
+def needed(batch_size: int, reading_time: float) -> float:
+    """The speed-up from which on a text with proposals pays."""
+    return 1.0 if batch_size == 1 else SHARED_BEGIN if reading_time else SHARED_SPEED_UP
