@@ -56,7 +56,7 @@ demo-small: $(BUNDLE)/manifest.json $(LARGE)/manifest.json
 	$(COMPARE) --temperature 0 --configs plain,chain:4,auto
 	$(COMPARE) --temperature 0.7 --seed 1 --configs plain,chain:4,auto
 
-# What a change most often breaks: rounds, verifiers, sampling, planning, scheduling, the command line. These tests need
+# What a change most often breaks: rounds, verifiers, sampling, planning, the command line. These tests need
 # no model of transformers, and no more than pytest and hypothesis beside what `make setup` installs.
 QUICK := floors speculative_config sampling sampling_params weights verifier gsd dyspec baseline specdecpp calibration controller \
 	controller_learning planning_lossless cost decoder room named help

@@ -36,7 +36,7 @@ PROBE_LOSS = 0.01  # share of plain decoding's time that probes (rounds that tes
 SHARED_PROBE_LOSS = 0.004  # the same when requests share passes: they learn from each other's probes
 SHARED_SPEED_UP = 1.1  # least expected speed-up of a proposal when requests share passes
 # The same of a text whose draft must read it first, and of a lookup's round over the plan. Texts that start together
-# mostly end with the slowest one, and few rounds promise too much: with 1.1 four of Qwen2.5-Coder 1.5B lost 3 to 18 %.
+# mostly end with the slowest one, and few rounds promise too much: with 1.1 groups of four ran at 0.82 to 1.03.
 SHARED_BEGIN = 1.3
 READING_DIGITS = 2  # decimals of the time that a draft reads first, per token of the rest and in plain tokens
 # Further rounds for which a plan stays: at first, and the most. Twice as long each time that the same is planned again.
@@ -194,7 +194,7 @@ class Controller:
         loss += self._delay(best)
         allowed = PROBE_LOSS if batch_size == 1 else SHARED_PROBE_LOSS
         if reading_time and remaining <= self._shapes.depth:
-            loss = math.inf  # a text's last few tokens show too little for that a draft reads all before them
+            loss = math.inf  # too few tokens are left to learn from, for a draft that reads the whole text
         self._patience = loss / (allowed * self._plain_seconds)
         if self._history.plain_rounds > self._patience:
             self._history.plain_rounds = 0
