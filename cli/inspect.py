@@ -24,10 +24,11 @@ from ..models.printable import printable
 from ..runtime.bundle.bundle import EngineBundle
 from ..runtime.bundle.cache import is_buildable
 from ..runtime.bundle.costs import stored_costs
-from ..runtime.engines.backends import BACKENDS, bits_of_weight, cache_precision, format_of_weight, slot_bytes
+from ..runtime.engines.backends import BACKENDS, bits_of_weight, cache_precision, format_of_weight
 from ..runtime.engines.base import EngineSpec
 from ..runtime.engines.comparison import Comparison
 from ..runtime.engines.compatibility import TensorRTPlan
+from ..runtime.engines.windows import cache_bytes
 from ..runtime.inspection.machine import abilities, look_around
 from ..runtime.text.tokenizer import DEFAULT, read_templates
 from .options import DRAFT_THREADS, PROVIDER, THREADS, positive
@@ -227,7 +228,7 @@ def cache_slots(spec: EngineSpec) -> str:
 
 def full_cache_bytes(spec: EngineSpec) -> int:
     """Bytes of the keys and values of one sequence, or of all sequences of a TensorRT plan, when the cache is full."""
-    return spec.max_batch * spec.capacity * slot_bytes(spec)
+    return cache_bytes(spec, spec.max_batch * spec.capacity, spec.max_batch)
 
 
 def full_bytes(bundle: EngineBundle, role: str, requests: int) -> int:

@@ -1,9 +1,10 @@
 """The inputs and outputs of an exported graph: name, shape and dtype of each tensor.
 
-Axes: B = 1. T: rows of the pass, a compiled width. N: sequences that the rows may belong to. S: speculative rows, those
-of the pass included. R: rows whose logits are computed. C: slots of the cache. K: ranked tokens of a row. V: columns of
-logits, one for each token of the vocabulary or each kept token of a trimmed draft. H_kv: key/value heads. D: numbers of
-a head. I, O: numbers of a row of states that go in and come out.
+Axes: B = 1. T: rows of the pass, a compiled width. N: sequences that the rows may belong to. S: speculative rows,
+those of the pass included. R: rows whose logits are computed. C: slots of the cache. C_near: those of layers with a
+window, if they have fewer. K: ranked tokens of a row. V: columns of logits, one for each token of the vocabulary or
+each kept token of a trimmed draft. H_kv: key/value heads. D: numbers of a head. I, O: numbers of a row of states that
+go in and come out.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ SEQUENCES = Binding("sequences", "int32", ("N", "4"))  # the sequences of the ro
 TREE_MASK = Binding("tree_mask", "bool", ("B", "T", "S"))  # column j is a slot of the speculative rows
 WRITE_INDICES = Binding("write_indices", "int64", ("B",))  # first cache slot of this pass's rows
 OUTPUT_ROWS = Binding("output_rows", "int64", ("R",))  # rows that go through the vocabulary projection
+DROPPED = Binding("dropped", "int64", ("1",))  # slots that caches of layers with a window no longer hold
 STATES_IN = Binding("states_in", "float32", ("B", "T", "I"))  # draft that reads states: see LlamaConfig.state_inputs
 
 # The two forms of a graph. ADDITIVE: the host computes a mask over the whole cache, and the cache can grow. It is the
@@ -55,7 +57,7 @@ def present(kind: str, layer: int) -> str:
     return f"present_{kind}.{layer}"
 
 
-CACHE_SHAPE = ("B", "H_kv", "C", "D")
+CACHE_SHAPE, NEAR_SHAPE = ("B", "H_kv", "C", "D"), ("B", "H_kv", "C_near", "D")
 KINDS = ("key", "value")
 # Dtype of weights, activations and cache, by precision. Logits and all that is computed from them are fp32.
 DTYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
@@ -77,10 +79,12 @@ def activations(precision: str, form: str) -> str:
     return "fp16" if form == COMPACT else "fp32"
 
 
-def inputs(form: str, reads: bool = False) -> tuple[Binding, ...]:
-    """Inputs of a graph of this form, without the cache, in order. reads: whether it takes states."""
+def inputs(form: str, reads: bool = False, drops: bool = False) -> tuple[Binding, ...]:
+    """Inputs of a graph of this form, without the cache, in order. reads: whether it takes states. drops: whether
+    layers with a window have fewer slots than others."""
     masks = {ADDITIVE: (ATTENTION_MASK,), COMPACT: (SEQUENCES, TREE_MASK)}[form]
-    return (INPUT_IDS, POSITION_IDS, *masks, WRITE_INDICES, OUTPUT_ROWS, *((STATES_IN,) if reads else ()))
+    more = (*((STATES_IN,) if reads else ()), *((DROPPED,) if drops else ()))
+    return (INPUT_IDS, POSITION_IDS, *masks, WRITE_INDICES, OUTPUT_ROWS, *more)
 
 
 def output_names(

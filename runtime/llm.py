@@ -27,10 +27,11 @@ from .decoding.request import Request
 from .decoding.round import Observer
 from .decoding.scheduler import MAX_TURNS, Scheduler
 from .decoding.stats import SpecDecodeStats
-from .engines.backends import describe_backend, slot_bytes
+from .engines.backends import describe_backend
 from .engines.base import Engine
-from .engines.shared.memory import CacheBudget, cache_budget
-from .engines.shared.pool import PooledEngine, pools_over
+from .engines.shared.memory import CacheBudget, cache_budget, pools_over
+from .engines.shared.pool import PooledEngine
+from .engines.windows import cache_bytes
 from .prompt import PromptType, check_prompt, encode_text, is_batch, plain_prompt
 from .sampling.params import SamplingParams
 from .sampling.random import seeded_streams
@@ -273,7 +274,8 @@ class LLM(Closing):
         if slots is None:
             slots = CacheBudget(None, target.spec.capacity, target.spec.max_width)
             if self.is_pooled:
-                slots = cache_budget([engine.spec for engine in self._engines], kv_cache_bytes, self._provider)
+                specs, texts = [engine.spec for engine in self._engines], (max_running, prefix_cache_slots)
+                slots = cache_budget(specs, kv_cache_bytes, self._provider, *texts)
         if self.is_pooled:
             pools = pools_over(self._engines, max_running, slots.allocated, prefix_cache_slots)
             target, draft = pools[0], pools[1] if len(pools) > 1 else None
@@ -294,7 +296,7 @@ class LLM(Closing):
     @property
     def kv_cache_bytes(self) -> int:
         """The bytes of one request's caches when they are full."""
-        return sum(engine.spec.capacity * slot_bytes(engine.spec) for engine in self._engines)
+        return sum(cache_bytes(engine.spec, engine.spec.capacity) for engine in self._engines)
 
     @property
     def _engines(self) -> list[Engine]:

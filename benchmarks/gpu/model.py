@@ -199,7 +199,8 @@ class TorchProgram:
     def __init__(
         self, model: TorchLlama, spec: EngineSpec, enqueue: Callable[[Callable[[], None], Stream], None] | None = None
     ) -> None:
-        self.model, self._queue, self.max_columns = model, enqueue, spec.capacity
+        self.model, self._queue = model, enqueue
+        self.max_columns, self.near_slots = spec.capacity, 0  # no layer has a window
         self.weight_bytes = model.nbytes + model.embedding.nbytes
         dtype = model.embedding.dtype
         self.cache_itemsize = dtype.itemsize

@@ -40,16 +40,18 @@ def export(
     form: str = bindings.ADDITIVE,
     precision: str = "fp32",
     max_batch: int = 1,
+    near_slots: int = 0,
 ) -> None:
     """Write `checkpoint` as the ONNX graph of `role`, for caches of up to `capacity` slots.
 
     head: the draft's acceptance head; its calibrated probability becomes the output `acceptance`. form: see
     `models/bindings.py`; the compact form fixes the cache, `capacity` slots for each of `max_batch` sequences.
-    precision: of weights, activations and cache; outputs are fp32. Matrices of a QuantizedCheckpoint are stored in its
-    format. Weights of more than 8 MB in all go to `<path>.data` beside it, one at a time; `progress` is then told the
-    name of each before it is written. Raises CheckpointError when a weight holds NaN or infinity.
+    near_slots: of layers with a window, see `plan_slots`. precision: of weights, activations and cache; outputs are
+    fp32. Matrices of a QuantizedCheckpoint are stored in its format. Weights of more than 8 MB in all go to
+    `<path>.data` beside it, one at a time; `progress` is then told the name of each before it is written. Raises
+    CheckpointError when a weight holds NaN or infinity.
     """
-    builder = GraphBuilder(checkpoint, capacity, head, form, precision, max_batch)
+    builder = GraphBuilder(checkpoint, capacity, head, form, precision, max_batch, near_slots)
     weight_bytes = builder.dtype.itemsize * num_parameters(checkpoint.config)
     save(builder.build(role), path, int(weight_bytes), progress)
 
@@ -63,24 +65,25 @@ class GraphBuilder(GraphWriter):
         form: str,
         precision: str,
         max_batch: int = 1,
+        near_slots: int = 0,
     ) -> None:
         self.checkpoint = checkpoint
         self.head = head
         self.config: LlamaConfig = checkpoint.config
         self.network = network_of(self.config)
-        self.positions, self.capacity = capacity, max_batch * capacity
+        self.positions, self.capacity, self.near_slots = capacity, max_batch * capacity, near_slots
         self.form = form
         self.precision = bindings.activations(precision, form)
         config = self.config
         axes = {"1": 1, "4": 4, "H_kv": config.num_kv_heads, "D": config.head_dim, "V": config.num_logits}
         axes |= {"K": bindings.top_columns(config.num_logits), "I": config.state_inputs, "O": config.state_size}
-        fixed = axes if form == bindings.ADDITIVE else axes | {"B": 1, "N": max_batch, "C": self.capacity}
-        super().__init__(bindings.DTYPES[self.precision], fixed)
+        fixed = {"B": 1, "N": max_batch, "C": self.capacity, "C_near": near_slots} if form == bindings.COMPACT else {}
+        super().__init__(bindings.DTYPES[self.precision], axes | fixed)
 
     def build(self, role: str) -> ir.Model:
         """The whole graph; inputs and outputs as `models/bindings.py` names them."""
         network = self.network
-        inputs = bindings.inputs(self.form, network.fusion is not None)
+        inputs = bindings.inputs(self.form, network.fusion is not None, self.near_slots > 0)
         feeds = {item.name: self.input(item) for item in inputs}
         caches: list[ir.Value] = []
         presents: list[ir.Value] = []
@@ -89,14 +92,17 @@ class GraphBuilder(GraphWriter):
         if network.fusion is not None:
             hidden = self.fused(network.fusion, feeds[bindings.STATES_IN.name])
         feeds |= self.masks(feeds)
+        near = self.near_feeds(feeds) if self.near_slots else feeds
         taps: list[ir.Value] = []
         for index, layer in enumerate(network.layers):
-            past = [self.cache_input(bindings.past(kind, index), bindings.CACHE_SHAPE) for kind in bindings.KINDS]
+            is_near = self.near_slots > 0 and self.window_of(layer) is not None
+            shape = bindings.NEAR_SHAPE if is_near else bindings.CACHE_SHAPE
+            past = [self.cache_input(bindings.past(kind, index), shape) for kind in bindings.KINDS]
             normed = joined = self.norm(f"layers.{index}/input_norm", layer.input_norm, hidden)
             if layer.token_norm is not None:
                 normed_tokens = self.norm(f"layers.{index}/token_norm", layer.token_norm, tokens)
                 joined = self.node("Concat", f"layers.{index}/joined", [normed_tokens, normed], axis=-1)
-            attended, present = self.attention(index, layer, joined, past, feeds)
+            attended, present = self.attention(index, layer, joined, past, near if is_near else feeds)
             before = normed if layer.norm_first else hidden
             hidden = self.node("Add", f"layers.{index}/attention_residual", [before, attended])
             hidden = self.node("Add", f"layers.{index}/mlp_residual", [hidden, self.mlp(index, layer, hidden)])
@@ -125,7 +131,8 @@ class GraphBuilder(GraphWriter):
             name=role,
         )
         windows = dict.fromkeys((self.window_of(layer) or 0) for layer in network.layers)
-        functions = [op.function(self.precision, self.capacity, each) for each in windows]
+        sizes = [self.near_slots or self.capacity if each else self.capacity for each in windows]
+        functions = [op.function(self.precision, *each) for each in zip(sizes, windows, strict=True)]
         if self.form == bindings.ADDITIVE:
             functions = []
         return ir.Model(graph, ir_version=IR_VERSION, producer_name="draftwood", functions=functions)
@@ -184,6 +191,16 @@ class GraphBuilder(GraphWriter):
     def window_of(self, layer: Layer) -> int | None:
         """The window of a layer; None where no text is longer."""
         return None if layer.window is None or layer.window >= self.positions else layer.window
+
+    def near_feeds(self, feeds: dict[str, ir.Value]) -> dict[str, ir.Value]:
+        """The same inputs for layers whose caches have dropped slots: theirs are numbered from the next one on."""
+        dropped, names = feeds[bindings.DROPPED.name], (bindings.WRITE_INDICES.name, bindings.SEQUENCES.name)
+        numbers = self.node("Cast", "near/dropped", [dropped], to=ir.DataType.INT32)
+        places = self.constant("near/fields", np.array([0, 1, 0, 1], np.int32))  # first_slot and tree_slot
+        moved = dropped, self.node("Mul", "near/moved", [numbers, places])
+        return feeds | {
+            name: self.node("Sub", f"near/{name}", [feeds[name], each]) for name, each in zip(names, moved, strict=True)
+        }
 
     def masks(self, feeds: dict[str, ir.Value]) -> dict[str, ir.Value]:
         """The additive mask of layers with a window, if there are any: the last `window` slots that a row sees, counted

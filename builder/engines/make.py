@@ -16,6 +16,7 @@ from ...runtime.bundle.digests import FileRecord
 from ...runtime.engines.backends import BACKENDS, PLAN, WEIGHTS, Opening
 from ...runtime.engines.base import Engine, EngineSpec
 from ...runtime.engines.onnx.onnxruntime import OnnxRuntimeEngine
+from ...runtime.engines.windows import plan_slots
 from ..checkpoints.checkpoint import Checkpoint
 from ..options import BuildOptions
 from ..parity import Scored, largest_difference, rows_of
@@ -110,12 +111,14 @@ def compiled_engine(source: Source, spec: EngineSpec, options: BuildOptions, sta
         computed = replace(spec, precision=activations(spec.precision, COMPACT))
         # ONNX Runtime has no bf16 on a CPU: what is compared then is the same graph in fp32.
         compared = replace(spec, precision="fp32") if spec.precision == "bf16" else computed
-        write_graph(source, compared, graph, begin, form=COMPACT)
+        compile_options = options.compile_options(spec.role)
+        near_slots = plan_slots(spec, compile_options.columns)
+        write_graph(source, compared, graph, begin, COMPACT, near_slots)
         alone = replace(compared, capacity=spec.max_batch * spec.capacity)  # a single sequence uses all slots
         difference = check_parity(source, spec, [OnnxRuntimeEngine(graph, alone, unprepared=True)], begin)
         if compared != computed:
-            write_graph(source, computed, graph, begin, form=COMPACT)
-        plan = compile_plan(graph, staging / spec.file, spec.model, options.compile_options(spec.role), begin)
+            write_graph(source, computed, graph, begin, COMPACT, near_slots)
+        plan = compile_plan(graph, staging / spec.file, spec.model, compile_options, begin)
     spec = replace(spec, plan=plan)
     if not runs_here(plan):
         return Made(spec, difference)
@@ -138,7 +141,9 @@ def title(spec: EngineSpec) -> str:
     return f"{spec.role} ({num_parameters(spec.model) / 1e6:.1f}M parameters, {spec.precision})"
 
 
-def write_graph(source: Source, spec: EngineSpec, file: Path, begin: Begin, form: str = ADDITIVE) -> None:
+def write_graph(
+    source: Source, spec: EngineSpec, file: Path, begin: Begin, form: str = ADDITIVE, near_slots: int = 0
+) -> None:
     from .export import export  # needed only here: its packages take a second
 
     advance = begin(Step(f"Exporting the {title(spec)}", 1))
@@ -154,6 +159,7 @@ def write_graph(source: Source, spec: EngineSpec, file: Path, begin: Begin, form
         form=form,
         precision=spec.precision,
         max_batch=spec.max_batch,
+        near_slots=near_slots,
     )
     advance()
 

@@ -65,16 +65,17 @@ def verify(top_ids, tree, state, path, found, columns, size, depth, nodes, accep
 
 
 @triton.jit
-def commit(cache, state, sources, moves, tensor_words, heads, capacity, row_words, most, read):
+def commit(cache, dropped, state, sources, moves, tensor_words, heads, capacity, row_words, most, read):
     """Grid (tensors * heads, texts * blocks of a row): append the rows of columns sources[text, :moves[text, read]] of
     a cache to the text's committed rows, in every plane. read: 0 for the target, 1 for the draft. most: the numbers of
-    a text in `sources`. Sources ascend, and none stands before its place, so no row is overwritten before it is
-    read."""
+    a text in `sources`. dropped [1]: slots that the cache no longer holds; others are numbered from the next one on.
+    Sources ascend, and none stands before its place, so no row is overwritten before it is read."""
     blocks = tl.cdiv(row_words, WORDS)
     text, plane = tl.program_id(1) // blocks, tl.program_id(0)
     state, sources = state + text * STATE, sources + text * most
-    start = tl.load(state + 4 + 2 * read) + tl.load(state) + read * (1 - tl.load(state + 1))
-    first_column = tl.load(state + 5 + 2 * read)
+    gone = tl.load(dropped).to(tl.int32)
+    start = tl.load(state + 4 + 2 * read) + tl.load(state) + read * (1 - tl.load(state + 1)) - gone
+    first_column = tl.load(state + 5 + 2 * read) - gone
     word = tl.program_id(1) % blocks * WORDS + tl.arange(0, WORDS)
     base = cache + (plane // heads) * tensor_words + (plane % heads).to(tl.int64) * capacity * row_words
     for i in range(tl.load(moves + 2 * text + read)):

@@ -99,7 +99,7 @@ KERNELS = {
     "reject": Kernel("drawn_tree", WALK),
     "remainder": Kernel("remainder", (*LEFT, *[NUMBER] * 3)),
     "settle": Kernel("remainder", (*LEFT, F64, I64, *[NUMBER] * 3)),
-    "commit": Kernel("acceptance", (I32, I32, I32, I32, LONG, *[NUMBER] * 5)),
+    "commit": Kernel("acceptance", (I32, I64, I32, I32, I32, LONG, *[NUMBER] * 5)),
 }
 HEADER = "// Triton {}, sources {}, shared bytes: {}\n"  # the first line of a file
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from ctypes import POINTER, Structure, addressof, c_char, c_char_p, c_double, c_float, c_int, c_int32, c_void_p
 from pathlib import Path
 from struct import Struct
@@ -17,7 +17,7 @@ from .packing import GROUPS, PANEL
 from .processor import KernelError, available
 from .residual import Offers, Row, bind_residual
 
-INTERFACE = 18  # what these structures say, as kernels/engine.h has it: one more with every change of either
+INTERFACE = 19  # what these structures say, as kernels/engine.h has it: one more with every change of either
 # `enum format`, by precision
 FORMATS = ("fp32", "fp16", "bf16", "int8", "int6", "int5", "int4", "int6k", "int5k", "int4k")
 NO_MEMORY = 1
@@ -69,7 +69,7 @@ class Layer(Structure):
         *((name, c_void_p) for name in ("input_norm", "post_norm", "query_norm", "key_norm")),
         *((name, c_void_p) for name in ("output_norm", "down_norm", "token_norm", "cosine", "sine")),
         *((name, Matrix) for name in ("qkv", "output", "gate_up", "down")),
-        *((name, c_int32) for name in ("pairs", "local", "tap", "norm_first")),
+        *((name, c_int32) for name in ("pairs", "local", "place", "tap", "norm_first")),
     ]
 
 
@@ -118,9 +118,22 @@ class Cache(Structure):
     """`struct cache`."""
 
     _fields_ = [
-        *((name, c_void_p) for name in ("keys", "values", "key_scales", "value_scales")),
+        *((name, c_void_p) for name in ("keys", "values", "key_scales", "value_scales", "panels")),
         *((name, c_int32) for name in ("capacity", "format")),
     ]
+
+
+class Moved(Structure):
+    """`struct moved`: rows of a cache of so many layers that go to other slots, as they lie in memory."""
+
+    _fields_ = [("cache", Cache), ("from", c_void_p), ("to", c_void_p), ("rows", c_int32), ("layers", c_int32)]
+
+    @classmethod
+    def of(cls, cache: Cache, layers: int, rows: NDArray[np.int64], slots: NDArray[np.int64]) -> Moved:
+        rows, slots = np.ascontiguousarray(rows), np.ascontiguousarray(slots)
+        moved = cls(cache, address(rows), address(slots), len(rows), layers)
+        moved.kept = rows, slots
+        return moved
 
 
 DRAW = np.dtype(  # `struct draw`: what a pass computes of an output row's softmax, see kernels/engine.h
@@ -146,6 +159,7 @@ class Pass(Structure):
         *((name, c_void_p) for name in ("logits", "acceptance", "logprobs", "ids", "slots", "draw_outputs", "draws")),
         ("drawn", c_int32),
         *((name, c_void_p) for name in ("given", "states")),
+        ("near", Cache),
     ]
 
 
@@ -192,7 +206,7 @@ class NativeLibrary:
         ]
         self._library.draftwood_round_signed.restype = None
         self._library.draftwood_round_signed.argtypes = [c_void_p, c_int, c_int, c_int, *[c_void_p] * 2]
-        self._library.draftwood_move.argtypes = [c_void_p, POINTER(Cache), c_int, c_void_p, c_int]
+        self._library.draftwood_move.argtypes = [c_void_p, POINTER(Moved), c_int]
         # These calls keep the GIL: they are shorter than the 5 ms that getting it back may take.
         self._brief = brief = ctypes.PyDLL(str(path.resolve()))
         brief.draftwood_softmax.restype = c_double
@@ -214,10 +228,10 @@ class NativeLibrary:
     def close(self, handle: int) -> None:
         self._library.draftwood_close(handle)
 
-    def move(self, handle: int, cache: Cache, first: int, slots: NDArray[np.int64]) -> None:
-        """Copy the rows in `slots`, int64 [n], to those from `first` on in every layer. Raises MemoryError."""
-        if self._library.draftwood_move(handle, cache, first, address(slots), len(slots)):
-            raise MemoryError(f"no memory to move {len(slots)} cache rows")
+    def move(self, handle: int, moved: Sequence[Moved]) -> None:
+        """Copy rows to other slots. Raises MemoryError, and then nothing has changed."""
+        if self._library.draftwood_move(handle, (Moved * len(moved))(*moved), len(moved)):
+            raise MemoryError(f"no memory to move {max(each.rows for each in moved)} cache rows")
 
     def linear(self, matrix: Matrix, rows: NDArray[np.float32]) -> NDArray[np.float32]:
         """float32 [R, inputs] times one packed matrix: [R, outputs]. Raises KernelError without memory."""

@@ -261,14 +261,15 @@ def cache_precision(spec: EngineSpec) -> str:
     return spec.cache_precision or computed
 
 
-def slot_bytes(spec: EngineSpec) -> int:
-    """Bytes of a token's keys and values in a cache: of every layer and kv head, and with the scales of codes."""
+def slot_bytes(spec: EngineSpec, layers: int | None = None) -> int:
+    """Bytes of a token's keys and values in a cache: of every kv head of so many layers (None: of all), and with the
+    scales of codes."""
     backend, model, precision = describe_backend(spec.backend), spec.model, cache_precision(spec)
     key = value = model.head_dim * ITEM_BYTES[precision]
     if backend.panels:
         value = whole_panels(model.head_dim) * ITEM_BYTES[precision]
     scales = 2 * SLOT_SCALE_BYTES if precision in INTEGERS else 0
-    return model.num_layers * model.num_kv_heads * (key + value + scales)
+    return (model.num_layers if layers is None else layers) * model.num_kv_heads * (key + value + scales)
 
 
 def format_of_weight(spec: EngineSpec) -> str:

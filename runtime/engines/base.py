@@ -53,6 +53,12 @@ class EngineSpec:
         return self.widths[-1]
 
     @property
+    def num_windowed_layers(self) -> int:
+        """How many layers have a window that is shorter than the longest text."""
+        window, full = self.model.variant.window, self.model.variant.full_layers
+        return 0 if window is None or window >= self.capacity else self.model.num_layers - len(full)
+
+    @property
     def pass_widths(self) -> tuple[int, ...]:
         """All numbers of rows for which a pass exists, prefill included."""
         return self.widths + self.prompt_widths if self.prompt_widths else self.widths
@@ -216,13 +222,15 @@ class KVCache(Protocol):
 class Pass(NamedTuple):
     """A batch to score over one cache. output_read: whether the caller reads the output; otherwise it needs only the
     rows that the pass appends to the cache. of_prompt: whether it is one of a text that is only read.
-    Running texts do not wait long for these, whoever needs them."""
+    Running texts do not wait long for these, whoever needs them. after: what follows in a text that is read in
+    chunks, as far as nobody reads its outputs."""
 
     engine: Engine
     batch: TokenBatch
     cache: KVCache
     output_read: bool = True
     of_prompt: bool = False
+    after: Sequence[int] = ()
 
     @property
     def num_rows(self) -> int:
@@ -244,7 +252,7 @@ class Pass(NamedTuple):
     def split(self, count: int) -> tuple[Pass, Pass]:
         """A pass over a chunk of text as two: over its first `count` rows, and over the others, to be run in turn."""
         rows, read = self.batch.num_tokens, self.cache.speculative
-        return self.part(0, count, read)._replace(output_read=False), self.part(count, rows, read)
+        return self.part(0, count, read)._replace(output_read=False, after=()), self.part(count, rows, read)
 
     def part(self, start: int, end: int, read: int) -> Pass:
         """The pass over some rows of a chunk of text. read: speculative rows of its cache before its first row."""

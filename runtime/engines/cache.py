@@ -15,13 +15,31 @@ from .base import EngineSpec, KVCache, TokenBatch
 FIRST_CAPACITY = 256  # initial slots of a growing cache, which doubles its capacity when it is full
 
 
+class NearRows(Protocol):
+    """Rows of the layers with a window, of which a cache may drop those that no window reaches. window: tokens that a
+    row sees, itself included. held: bool [slots], whether a slot's row is there."""
+
+    window: int
+    held: NDArray[np.bool_]
+
+    def lacks(self, slots: int) -> bool:
+        """Whether the memory may be too small for so many further slots."""
+
+    def keep(self, slots: NDArray[np.int64]) -> None:
+        """Drop what lies in no panel of these slots."""
+
+    def usable(self, path: NDArray[np.int64]) -> int:
+        """The length of the longest beginning of a text, in the slots `path`, after which a pass finds its window."""
+
+
 @runtime_checkable
 class Storage(KVCache, Protocol):
     """A cache whose slots several sequences can share (see `shared/pool.py`). It counts all of its rows as
     speculative. places: whether the rows of a pass may go to other slots than the next ones, and attention reads only
-    panels with slots that a row attends to."""
+    panels with slots that a row attends to. near: of layers with a window the rows, where others may be dropped."""
 
     places: bool
+    near: NearRows | None
 
     @property
     def capacity(self) -> int:
@@ -36,6 +54,12 @@ class Storage(KVCache, Protocol):
     def move(self, rows: NDArray[np.int64], first: int) -> None:
         """Copy these slots, in this order, to those from `first` on."""
 
+    def reserve_near(self, slots: int) -> None:
+        """Make sure that `near` does not lack so many slots."""
+
+    def move_near(self, rows: NDArray[np.int64], slots: NDArray[np.int64]) -> None:
+        """Copy rows of layers with a window, which are held, to other slots."""
+
     def compact(self, slots: NDArray[np.int64]) -> None:
         """Keep these speculative slots, in this order, as speculative slots; discard the others."""
 
@@ -47,6 +71,7 @@ class GrowingKVCache(ABC):
     """A Storage with contiguous rows. A subclass implements allocation, copying and release of the memory."""
 
     places = False  # see Storage
+    near: NearRows | None = None
 
     def __init__(self, spec: EngineSpec) -> None:
         self._spec, self._widest = spec, spec.pass_widths[-1]
@@ -98,6 +123,12 @@ class GrowingKVCache(ABC):
     def compact(self, slots: NDArray[np.int64]) -> None:
         self.move(self.length + slots, self.length)
         self.speculative = len(slots)
+
+    def reserve_near(self, slots: int) -> None:  # noqa: B027 - most caches hold the rows of all layers together
+        """See Storage."""
+
+    def move_near(self, rows: NDArray[np.int64], slots: NDArray[np.int64]) -> None:  # noqa: B027
+        """See Storage."""
 
     def shrink(self, capacity: int) -> None:
         used = self.length + self.speculative

@@ -54,7 +54,8 @@ def prefill_passes(
         given = None if states is None else states[end : end + len(chunk)]
         end += len(chunk)
         batch = causal_batch(engine.spec, chunk, cache.length, ranking_only, settings, given)
-        output = yield Pass(engine, batch, cache, output_read and end == len(token_ids), of_prompt)
+        last, after = end == len(token_ids), token_ids[end : len(token_ids) - output_read]
+        output = yield Pass(engine, batch, cache, output_read and last, of_prompt, after)
         cache.commit(range(len(chunk)))
     return output
 

@@ -106,7 +106,8 @@ class DraftProposer:
         """Take over rows of the text that the engine already holds. Returns how many tokens of the text the target may
         take over, too: it must compute the states of those after them."""
         while chunk := self.pending[:-1][: self._engine.spec.max_width]:
-            work = Pass(self._engine, causal_batch(self._engine.spec, chunk, self.cache.length), self.cache, False)
+            batch, after = causal_batch(self._engine.spec, chunk, self.cache.length), self.pending[len(chunk) : -1]
+            work = Pass(self._engine, batch, self.cache, output_read=False, after=after)
             rest = self._engine.recall(work)
             left = 0 if rest is None else rest.num_rows
             self.cache.commit(range(len(chunk) - left))

@@ -139,7 +139,7 @@ def test_every_tensor_belongs_to_one_part(shape: str, tmp_path: Path) -> None:
 def test_the_structures_of_the_kernels_have_the_order_of_the_description() -> None:
     variant = Variant(qk_norm=True, output_norms=True)
     layer = layer_of(replace(LLAMA, variant=variant, reads=Reading((1,), LLAMA.hidden_size)), 0)
-    others = ("cosine", "sine", "pairs", "local", "tap", "norm_first")
+    others = ("cosine", "sine", "pairs", "local", "place", "tap", "norm_first")
     names = [norm.name for norm in layer.norms] + [matrix.name for matrix in layer.matrices]
     assert names == [f"layers.0.{name}" for name, *_ in library.Layer._fields_ if name not in others]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,7 +15,7 @@ from trees import Tree
 from draftwood.builder.checkpoints.checkpoint import Checkpoint
 from draftwood.models import bindings
 from draftwood.runtime.engines.base import Engine, EngineSpec, TokenBatch
-from draftwood.runtime.engines.native.engine import NativeKVCache
+from draftwood.runtime.engines.native.cache import NativeKVCache, Rows
 from draftwood.runtime.engines.onnx.device import DeviceKVCache
 from draftwood.runtime.engines.passes import prefill
 from draftwood.runtime.engines.static.engine import StaticKVCache
@@ -78,10 +79,11 @@ def stored(cache: Any) -> Any:
 
 def held_by(memory: CacheMemory) -> NDArray[Any]:
     """A copy of a cache's rows on a device: float32, or uint16 with the bits of fp16 or bf16."""
-    engine, geometry = memory._engine, memory.geometry
+    engine, (part,) = memory._engine, memory.parts
+    geometry = part.geometry
     device, head_dim = engine.device, engine.spec.model.head_dim
     block = device.allocate_pinned(geometry.nbytes)
-    device.download(block, memory._memory.address, engine.stream)
+    device.download(block, part.address, engine.stream)
     device.synchronize(engine.stream)
     dtype = np.float32 if geometry.row_bytes == 4 * head_dim else np.uint16
     used = geometry.heads * geometry.capacity * geometry.row_bytes
@@ -93,10 +95,21 @@ def contents(cache: Any) -> NDArray[np.float32]:
     """Keys and values of the committed rows, [2 * layers, 1, H_kv, rows, D]."""
     if not isinstance(cache, NativeKVCache):
         return torch.as_tensor(stored(cache)[:, :, :, : cache.length]).numpy(force=True).copy()
-    keys, values = cache.keys.swapaxes(-1, -2), cache.values.swapaxes(-3, -2)  # the slots before the numbers of each
-    layers, heads, size, slots = *keys.shape[:2], keys.shape[-1], cache.values.shape[3]
-    parts = [part.reshape(layers, heads, slots, -1)[..., :size].astype(np.float32) for part in (keys, values)]
-    if cache.scales is not None:
-        parts = [part * scales[..., None] for part, scales in zip(parts, cache.scales, strict=True)]
-    stacked = np.stack(parts, 1)
-    return np.array(stacked.reshape(2 * layers, 1, heads, slots, size)[:, :, :, : cache.length])
+    slots = np.arange(cache.length)
+    found = [native_rows(cache.rows, slots)]
+    if cache.near is not None:
+        assert cache.near.held[slots].all(), "a cache by itself drops nothing"
+        found.append(native_rows(cache.near._rows, cache.near._lie(slots)))
+    return np.concatenate(found)
+
+
+def native_rows(rows: Rows, slots: NDArray[np.int64]) -> NDArray[np.float32]:
+    """The same of some layers, from slots as they lie in memory."""
+    keys, values = rows.keys.swapaxes(-1, -2), rows.values.swapaxes(-3, -2)  # the slots before the numbers of each
+    layers, heads, size, count = *keys.shape[:2], keys.shape[-1], rows.values.shape[3]
+    shape = layers, heads, count, math.prod(values.shape[3:])
+    parts = [keys.reshape(layers, heads, count, size), values.reshape(shape)[..., :size]]
+    if rows.scales is not None:
+        parts = [part * scales[..., None] for part, scales in zip(parts, rows.scales, strict=True)]
+    stacked = np.stack([part[:, :, slots].astype(np.float32) for part in parts], 1)
+    return np.array(stacked.reshape(2 * layers, 1, heads, len(slots), size))

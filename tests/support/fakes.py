@@ -26,7 +26,7 @@ class FakeCache:
     """(token, position) per slot; the speculative ones with the slots they see. places: see Storage."""
 
     def __init__(self, places: bool = False) -> None:
-        self.places = places
+        self.places, self.near = places, None
         self.committed: list[int] = []
         self.rows: list[tuple[int, int, NDArray[np.bool_]]] = []
 
@@ -70,6 +70,12 @@ class FakeCache:
             kept[[names.get(other, other) for other in np.flatnonzero(seen).tolist()]] = True
             moved.append((token, position, kept))
         self.rows[first : first + len(moved)] = moved
+
+    def reserve_near(self, slots: int) -> None:
+        raise AssertionError("there is no window")
+
+    def move_near(self, rows: NDArray[np.int64], slots: NDArray[np.int64]) -> None:
+        raise AssertionError("there is no window")
 
     def compact(self, slots: NDArray[np.int64]) -> None:
         self.rows = [self.rows[slot] for slot in slots.tolist()]

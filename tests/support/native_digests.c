@@ -33,7 +33,7 @@ static void digest_products(enum format format) {
 static void digest_passes(struct shape shape, int most, int capacity) {
     struct model model = model_of(shape);
     struct engine *engine = draftwood_open(&model, most, 2);
-    struct cache cache = cache_of(shape, capacity);
+    struct cache cache = cache_of(shape, capacity), near = near_of(shape, capacity);
     const size_t heads = (size_t)shape.layers * shape.kv_heads, bytes = number_bytes(shape.stored);
     float *logits = malloc((size_t)most * shape.vocab * sizeof(float)), accepted[64], logprobs[64 * 8];
     int64_t tokens[64], positions[64], outputs[64], ids[64 * 8];
@@ -47,12 +47,14 @@ static void digest_passes(struct shape shape, int most, int capacity) {
         }
         struct pass pass = {rows, rows, length, length, rows, 8, tokens, positions, outputs, mask, cache, logits,
                             shape.blocks ? accepted : NULL, logprobs, ids};
+        pass.near = near;
         if (!engine || draftwood_forward(engine, &pass)) exit(1);
         take(logits, (size_t)rows * shape.vocab * sizeof(float));
         take(ids, rows * 8 * sizeof *ids);
     }
     take(cache.keys, heads * keys_of(shape.head_dim, capacity) * bytes);
     take(cache.values, heads * values_of(shape.head_dim, capacity) * bytes);
+    take(near.keys, heads * keys_of(shape.head_dim, capacity) * bytes);
     if (cache.key_scales) take(cache.key_scales, heads * capacity * sizeof(float));
     if (cache.value_scales) take(cache.value_scales, heads * capacity * sizeof(float));
     tell("passes", shape.format);
@@ -60,7 +62,7 @@ static void digest_passes(struct shape shape, int most, int capacity) {
     if (shape.blocks) take(accepted, sizeof(float));
     tell("probabilities", shape.format);
     draftwood_close(engine);
-    free_cache(cache), free(logits), free_model(model);
+    free_cache(cache), free_cache(near), free(logits), free_model(model);
 }
 
 static void digest_sampling(int size) {

@@ -214,7 +214,7 @@ static void check_passes(struct shape shape, int most, int capacity, int threads
     struct model model = model_of(shape);
     struct engine *engine = draftwood_open(&model, most, threads);
     check(engine != NULL, "open", shape.hidden);
-    struct cache cache = cache_of(shape, capacity);
+    struct cache cache = cache_of(shape, capacity), near = near_of(shape, capacity);
     const size_t heads = (size_t)shape.layers * shape.kv_heads;
     const int top = shape.vocab < 8 ? shape.vocab : 8;
     for (int rows = 1, length = 0; rows <= most && length + rows <= capacity; length += rows, rows++) {
@@ -232,6 +232,7 @@ static void check_passes(struct shape shape, int most, int capacity, int threads
         float *logprobs = malloc((size_t)rows * top * sizeof(float)), *accepted = malloc(rows * sizeof(float));
         struct pass pass = {rows, rows, length, length, columns, top, tokens, positions, outputs, mask, cache, logits,
                             shape.blocks ? accepted : NULL, logprobs, ids};
+        pass.near = near;
         float *given = numbers((size_t)rows * (shape.reads + 1) * shape.hidden);
         float *states = calloc((size_t)rows * shape.hidden, sizeof *states);
         for (int row = 0; row < rows; row++) /* of every other pass the states are the draft's own */
@@ -275,18 +276,21 @@ static void check_passes(struct shape shape, int most, int capacity, int threads
             check(draftwood_forward(engine, &pass) == 4, "an output", rows);
             outputs[0] = output;
         }
+        int32_t *first_panel = (int32_t *)near.panels;
+        if (length >= shape.window + LANES) *first_panel = -1; /* no window of later rows reaches it */
         free(tokens), free(positions), free(outputs), free(ids), free(mask);
         free(logits), free(logprobs), free(accepted), free(given), free(states);
     }
     int64_t slots[] = {2, 0, capacity - 1};
     float *before = numbers_of_slots(&cache, shape, slots, 3);
     const int64_t behind[] = {1, 2, 3};
-    check(!draftwood_move(engine, &cache, 1, slots, 3), "move", capacity);
+    const struct moved moved = {cache, slots, behind, 3, shape.layers}, none = {cache, slots, slots, 0, shape.layers};
+    check(!draftwood_move(engine, &moved, 1), "move", capacity);
     float *after = numbers_of_slots(&cache, shape, behind, 3);
     check(!memcmp(before, after, 3 * 2 * heads * (shape.head_dim + 1) * sizeof(float)), "moved rows", capacity);
-    check(!draftwood_move(engine, &cache, capacity, slots, 0), "nothing to move", capacity);
+    check(!draftwood_move(engine, &none, 1), "nothing to move", capacity);
     draftwood_close(engine);
-    free(before), free(after), free_cache(cache), free_model(model);
+    free(before), free(after), free_cache(cache), free_cache(near), free_model(model);
 }
 
 int main(void) {

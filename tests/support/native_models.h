@@ -57,15 +57,26 @@ struct shape {
 static struct cache cache_of(struct shape shape, int capacity) {
     const size_t heads = (size_t)shape.layers * shape.kv_heads, bytes = number_bytes(shape.stored);
     struct cache cache = {calloc(heads * keys_of(shape.head_dim, capacity), bytes),
-                          calloc(heads * values_of(shape.head_dim, capacity), bytes), NULL, NULL, capacity, shape.stored};
+                          calloc(heads * values_of(shape.head_dim, capacity), bytes), NULL, NULL, NULL, capacity,
+                          shape.stored};
     if (shape.stored != INT8) return cache;
     cache.key_scales = calloc(heads * capacity, sizeof(float));
     cache.value_scales = calloc(heads * capacity, sizeof(float));
     return cache;
 }
 
+/* Of the layers with a window: each panel lies elsewhere, the last one first, two and two of them together. */
+static struct cache near_of(struct shape shape, int capacity) {
+    struct cache near = cache_of(shape, capacity);
+    const int count = capacity / LANES;
+    int32_t *panels = malloc(count * sizeof *panels);
+    for (int panel = 0; panel < count; panel++) panels[panel] = count % 2 ? panel : (count - 1 - panel) ^ 1;
+    near.panels = panels;
+    return near;
+}
+
 static void free_cache(struct cache cache) {
-    free(cache.keys), free(cache.values), free(cache.key_scales), free(cache.value_scales);
+    free(cache.keys), free(cache.values), free(cache.key_scales), free(cache.value_scales), free((void *)cache.panels);
 }
 
 static struct model model_of(struct shape shape) {
@@ -89,7 +100,8 @@ static struct model model_of(struct shape shape) {
                                        matrix_of(shape.hidden, query, shape.format, 0),
                                        matrix_of(2 * model.inner, shape.hidden, shape.format, 0),
                                        matrix_of(shape.hidden, shape.inner, shape.format, 1),
-                                       index % 2 ? 0 : shape.pairs, shape.window && index % 2};
+                                       index % 2 ? 0 : shape.pairs, shape.window && index % 2,
+                                       shape.window ? index / 2 : index};
     struct matrix *blocks = malloc(shape.blocks * sizeof *blocks);
     for (int index = 0; index < shape.blocks; index++) blocks[index] = matrix_of(shape.hidden, shape.hidden, FP32, 1);
     if (shape.reads) {

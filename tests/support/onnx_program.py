@@ -22,6 +22,7 @@ from draftwood.models.errors import EngineError
 from draftwood.runtime.engines.static.cuda import MOVE_LIMIT, VECTORS, CudaDevice
 from draftwood.runtime.engines.static.device import CacheGeometry, RowMove, Stream
 from draftwood.runtime.engines.static.engine import StaticEngine
+from draftwood.runtime.engines.windows import plan_slots
 
 DTYPES = {
     "tensor(float)": np.float32,
@@ -90,6 +91,8 @@ class OnnxProgram:
         self._outputs = {value.name: DTYPES[value.type] for value in self._session.get_outputs()}
         self.types = self._inputs | self._outputs
         self.cache_itemsize = np.dtype(self._inputs[bindings.past("key", 0)]).itemsize
+        slots = [value.shape[2] for value in self._session.get_inputs() if value.name.startswith("past_")]
+        self.near_slots = min(slots) if bindings.DROPPED.name in self._inputs else 0
         self.widths: list[int] = []  # of the executions asked for
 
     @property
@@ -127,12 +130,15 @@ def open_static(
     role: str = bindings.DRAFT,
     capacity: int = CAPACITY,
     max_batch: int = 1,
+    columns: int | None = None,
 ) -> StaticEngine:
-    """The compact graph of a checkpoint for so many sequences, exported to `place` and opened."""
+    """The compact graph of a checkpoint for so many sequences, exported to `place` and opened. columns: of a mask."""
     file = place / f"{role}.onnx"
-    export(checkpoint, role, capacity, file, lambda name: None, form=bindings.COMPACT, max_batch=max_batch)
     spec = replace(engine_spec(checkpoint, "tensorrt", role, capacity), max_batch=max_batch)
-    return StaticEngine(spec, OnnxProgram(file, machine, SHARED_COLUMNS if max_batch > 1 else capacity), CudaDevice())
+    columns = columns or (SHARED_COLUMNS if max_batch > 1 else capacity)
+    near, form = plan_slots(spec, columns), bindings.COMPACT
+    export(checkpoint, role, capacity, file, lambda name: None, None, form, max_batch=max_batch, near_slots=near)
+    return StaticEngine(spec, OnnxProgram(file, machine, columns), CudaDevice())
 
 
 def mover_image(width: int, capability: str = "") -> bytes:

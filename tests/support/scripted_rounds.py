@@ -22,6 +22,7 @@ from draftwood.runtime.engines.layout import Layout, PassShape, mask_columns
 from draftwood.runtime.engines.rounds import RoundDraws, RoundOutcome, RoundShape
 from draftwood.runtime.engines.static.cuda import CudaDevice
 from draftwood.runtime.engines.static.device import CacheGeometry, DeviceMemory, Stream
+from draftwood.runtime.engines.static.memory import CachePart
 from draftwood.runtime.engines.static.round import CachePlace, Names, Round, TextPlace
 
 CAPACITY, WORDS = 320, 3
@@ -98,6 +99,7 @@ class DeviceCache(NamedTuple):
 
     memory: DeviceMemory
     ranker: Scorer
+    dropped: DeviceMemory
 
     @property
     def rows(self) -> NDArray[np.int32]:
@@ -107,7 +109,8 @@ class DeviceCache(NamedTuple):
         return block[:, : heads * capacity * row_bytes].view(np.int32).reshape(tensors, heads, capacity, WORDS)
 
     def place(self, sequences: int) -> CachePlace:
-        return CachePlace(self.memory.address, GEOMETRY, self.ranker.columns, self.ranker.num_logits, sequences)
+        part = CachePart((0,), GEOMETRY, self.memory.address, self.dropped.address)
+        return CachePlace([part], self.ranker.columns, self.ranker.num_logits, sequences)
 
     def write(self, start: int, tokens: Sequence[int], positions: Sequence[int]) -> None:
         for word, numbers in enumerate((tokens, positions, np.multiply(tokens, 31))):
@@ -202,7 +205,8 @@ class DeviceRounds:
     ) -> None:
         self._machine, self.device, self._sequences = machine, CudaDevice(), sequences
         self._area = None if sequences == 1 else sequences * REGION + used
-        self.caches = [DeviceCache(self.device.allocate(GEOMETRY.nbytes), each) for each in (target, draft)]
+        allocate = self.device.allocate
+        self.caches = [DeviceCache(allocate(GEOMETRY.nbytes), each, allocate(8)) for each in (target, draft)]
         for each in self.caches:
             for first, text in zip(range(0, CAPACITY, REGION), texts, strict=False):
                 each.write(first, text[:-1], range(len(text) - 1))

@@ -162,6 +162,14 @@ struct unit {
     size_t stride;
 };
 
+/* How many of these panels of a cache lie one after the other, of the first `most`; 1 for one that is not there. */
+static int lie_together(const struct cache *head, int panel, int most) {
+    int count = head->panels ? 1 : most;
+    while (count < most && lies_at(head, panel) >= 0 && lies_at(head, panel + count) == lies_at(head, panel) + count)
+        count++;
+    return count;
+}
+
 /* The scores of panels from `first` to `end` of the cache; peaks: [count], the largest of each query. */
 static void score(const struct unit *unit, int first, int end, float *peaks) {
     const size_t key_panel = (size_t)unit->head_dim * LANES, bytes = number_bytes(unit->head.format);
@@ -171,9 +179,11 @@ static void score(const struct unit *unit, int first, int end, float *peaks) {
     for (const struct run *run = unit->runs; run < unit->runs + unit->num_runs; run++) {
         const int last = run->end < end ? run->end : end;
         for (int panel = run->first > first ? run->first : first, step; panel < last; panel += step) {
-            const char *from = (const char *)unit->head.keys + panel * key_panel * bytes;
-            const float *scales = unit->head.key_scales ? unit->head.key_scales + panel * LANES : NULL;
-            step = last - panel < MOST_PANELS ? 1 : MOST_PANELS;
+            const int place = lies_at(&unit->head, panel);
+            step = lie_together(&unit->head, panel, last - panel < MOST_PANELS ? 1 : MOST_PANELS);
+            if (place < 0) continue; /* no row of the unit has it in its window */
+            const char *from = (const char *)unit->head.keys + place * key_panel * bytes;
+            const float *scales = unit->head.key_scales ? unit->head.key_scales + place * LANES : NULL;
             memset(sums, 0, unit->count * sizeof *sums);
             products(unit->count, step, unit->queries, unit->head_dim, unit->head_dim, from, key_panel,
                      from + step * key_panel * bytes, unit->head.format, sums);
@@ -225,14 +235,17 @@ static void mix(const struct unit *unit, int first, int end, const float *peaks)
     for (const struct run *run = unit->runs; run < unit->runs + unit->num_runs; run++)
         for (int slot = (run->first > unit->least ? run->first : unit->least) * LANES, size; slot < run->end * LANES;
              slot += size) {
-            const float *scales = unit->head.value_scales ? unit->head.value_scales + slot : NULL;
+            const int place = lies_at(&unit->head, slot / LANES) * LANES;
             size = run->end * LANES - slot < BLOCK ? run->end * LANES - slot : BLOCK;
+            size = lie_together(&unit->head, slot / LANES, size / LANES) * LANES;
+            if (place < 0) continue;
+            const float *scales = unit->head.value_scales ? unit->head.value_scales + place : NULL;
             if ((held += size) > MOST_HELD) gather(unit->count, parts, totals), held = size;
             for (int r = 0; r < unit->count; r++)
                 weigh(unit->scores + r * unit->stride + slot, size, splat(peaks[r]), scales, block[r], &parts[r]);
             for (int pair = 0; pair < pairs; pair++) {
                 const int panel = first + pair * MOST_PANELS, step = end - panel < MOST_PANELS ? 1 : MOST_PANELS;
-                const char *at = (const char *)unit->head.values + (panel * value_panel + (size_t)slot * LANES) * bytes;
+                const char *at = (const char *)unit->head.values + (panel * value_panel + (size_t)place * LANES) * bytes;
                 products(unit->count, step, block[0], BLOCK, size, at, value_panel, at + BLOCK * LANES * bytes,
                          unit->head.format, sums[pair]);
             }

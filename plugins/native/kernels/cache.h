@@ -5,17 +5,21 @@
 #include "matrix.h"
 #include "memory.h"
 
-/* Of all layers, or of one kv head. key_scales, value_scales: [slots] of each head, or null where there are no codes. */
+/* Of some layers, or of one kv head. key_scales, value_scales: [slots] of each head, or null where there are no codes.
+ * panels: where each panel of slots lies, -1 for one that is not there; null: each in its place. */
 struct cache {
     void *keys, *values;
     float *key_scales, *value_scales;
+    const int32_t *panels;
     int32_t capacity, format;
 };
+
+static int lies_at(const struct cache *cache, int panel) { return cache->panels ? cache->panels[panel] : panel; }
 
 static size_t keys_of(int head_dim, int capacity) { return (size_t)head_dim * capacity; }
 static size_t values_of(int head_dim, int capacity) { return (size_t)panels_of(head_dim) * LANES * capacity; }
 
-/* A kv head of a cache, counted through all layers. */
+/* A kv head of a cache, counted through its layers. */
 static struct cache head_of(const struct cache *all, int head_dim, size_t head) {
     const size_t bytes = number_bytes(all->format), slots = head * all->capacity;
     struct cache own = *all;
@@ -67,6 +71,7 @@ static void put_row(const float *row, int dim, void *to, size_t lane, size_t pan
 
 /* Store the key and the value of a row, [head_dim] each, in a slot of their head. */
 static void put(const struct cache *head, int head_dim, int slot, const float *key, const float *value) {
+    slot = lies_at(head, slot / LANES) * LANES + slot % LANES;
     const size_t bytes = number_bytes(head->format), panel = (size_t)(slot / LANES) * head_dim * LANES;
     char *to = (char *)head->keys + (panel + slot % LANES) * bytes;
     put_row(key, head_dim, to, LANES, LANES * LANES, head->key_scales, slot, head->format);
@@ -82,11 +87,18 @@ struct pieces {
     size_t piece, slot, panel;
 };
 
-/* Copy the pieces of `slots` after those of slot `to` - 1. kept: room for all of them. */
-INLINE void move_pieces(struct pieces of, const size_t bytes, int to, const int64_t *slots, int rows, char *kept) {
+/* Rows of a cache that go from slots to others, as they lie in memory. */
+struct moved {
+    struct cache cache;
+    const int64_t *from, *to;
+    int32_t rows, layers;
+};
+
+/* Copy the pieces of slots to others. kept: room for all of them. */
+INLINE void move_pieces(struct pieces of, const size_t bytes, const struct moved *moved, char *kept) {
     for (int back = 0; back < 2; back++)
-        for (int row = 0; row < rows; row++) {
-            const int64_t slot = back ? to + row : slots[row];
+        for (int row = 0; row < moved->rows; row++) {
+            const int64_t slot = back ? moved->to[row] : moved->from[row];
             char *at = of.first + slot / LANES * of.panel + slot % LANES * of.slot;
             for (int index = 0; index < of.count; index++, at += of.piece) {
                 char *beside = kept + ((size_t)row * of.count + index) * bytes;
@@ -95,21 +107,22 @@ INLINE void move_pieces(struct pieces of, const size_t bytes, int to, const int6
         }
 }
 
-INLINE void move_numbers(const struct cache *head, int dim, int to, const int64_t *slots, int rows, char *kept,
+INLINE void move_numbers(const struct cache *head, int dim, const struct moved *moved, char *kept,
                          const enum format format) {
     const size_t bytes = number_bytes(format), line = LANES * bytes, scale = sizeof(float);
-    move_pieces((struct pieces){head->keys, dim, line, bytes, dim * line}, bytes, to, slots, rows, kept);
+    move_pieces((struct pieces){head->keys, dim, line, bytes, dim * line}, bytes, moved, kept);
     const struct pieces values = {head->values, panels_of(dim), head->capacity * line, line, LANES * line};
-    move_pieces(values, line, to, slots, rows, kept);
+    move_pieces(values, line, moved, kept);
     for (int index = 0; index < 2 && format == INT8; index++) {
         float *scales = index ? head->value_scales : head->key_scales;
-        move_pieces((struct pieces){(char *)scales, 1, 0, scale, LANES * scale}, scale, to, slots, rows, kept);
+        move_pieces((struct pieces){(char *)scales, 1, 0, scale, LANES * scale}, scale, moved, kept);
     }
 }
 
-/* Copy the rows in `slots`, in that order, after slot `to` - 1 of a head. kept: room for the rows of a head in fp32. */
-static void move_head(const struct cache *head, int dim, int to, const int64_t *slots, int rows, char *kept) {
-    if (head->format == FP32) move_numbers(head, dim, to, slots, rows, kept, FP32);
-    if (head->format == FP16) move_numbers(head, dim, to, slots, rows, kept, FP16);
-    if (head->format == INT8) move_numbers(head, dim, to, slots, rows, kept, INT8);
+/* Move rows of a head. kept: room for them in fp32. */
+static void move_head(const struct moved *moved, int dim, size_t index, char *kept) {
+    const struct cache head = head_of(&moved->cache, dim, index);
+    if (head.format == FP32) move_numbers(&head, dim, moved, kept, FP32);
+    if (head.format == FP16) move_numbers(&head, dim, moved, kept, FP16);
+    if (head.format == INT8) move_numbers(&head, dim, moved, kept, INT8);
 }

@@ -3,7 +3,7 @@
 #include "attention.h"
 #include "threads.h"
 
-#define INTERFACE 18 /* of these structures; see library.py */
+#define INTERFACE 19 /* of these structures; see library.py */
 #define STRIDE 128 /* rows of activations are filled up to whole blocks */
 #define PHASES_OF_LAYER 11 /* at most */
 #define PHASES_BESIDE 9 /* and one for each block of the head of SpecDec++ */
@@ -21,6 +21,7 @@ struct layer {
     struct matrix qkv, output, gate_up, down; /* gate_up: panels of gate and up in turn */
     int32_t pairs; /* of numbers of a head that are rotated: 0, or as many as the tables have */
     int32_t local; /* whether rows see no more than the model's window */
+    int32_t place; /* among the layers of which that is as true */
     int32_t tap; /* the place, from 1 on, of the rows after it in a row of states; or 0 */
     int32_t norm_first; /* whether the normed row replaces the row, before it is added to */
 };
@@ -48,7 +49,7 @@ struct draw {
     int32_t room, count, best;
 };
 
-/* cache: of all layers. acceptance: [outputs] or null; ids, logprobs: [outputs][top] or null. slots: where the rows of
+/* cache: of the layers that see everything; near: of those with a window. acceptance: [outputs] or null; ids, logprobs: [outputs][top] or null. slots: where the rows of
  * the pass go; null: from `start` on. draws: [drawn], of the outputs `draw_outputs`. given: of a draft that reads states,
  * [rows][fusion.inputs + hidden]. states: [rows][taps][hidden] or null. */
 struct pass {
@@ -63,6 +64,7 @@ struct pass {
     int32_t drawn;
     const float *given;
     float *states;
+    struct cache near;
 };
 
 struct engine {
@@ -82,6 +84,12 @@ struct engine {
 
 static size_t phases_of(const struct model *model) {
     return (size_t)model->layers * PHASES_OF_LAYER + model->blocks + PHASES_BESIDE;
+}
+
+/* The cache of a kv head of a layer. */
+static struct cache cache_of_layer(const struct model *model, const struct layer *layer, const struct pass *pass, int head) {
+    const struct cache *all = layer->local ? &pass->near : &pass->cache;
+    return head_of(all, model->head_dim, (size_t)layer->place * model->kv_heads + head);
 }
 
 static int padded(int size) { return (size + STRIDE - 1) / STRIDE * STRIDE; }

@@ -40,7 +40,7 @@ static void shift(float *key, const struct layer *layer, const float *bias, int 
 static void remember(const struct engine *engine, const struct layer *layer, const struct pass *pass, int head) {
     const struct model *model = &engine->model;
     const int dim = model->head_dim, pairs = layer->pairs, group = model->heads / model->kv_heads;
-    const struct cache own = head_of(&pass->cache, dim, (layer - model->layer) * model->kv_heads + head);
+    const struct cache own = cache_of_layer(model, layer, pass, head);
     const int run = own.format == INT8 ? dim & -dim : 1; /* the largest power of two that divides dim */
     float *query = queries_of(engine, pass->rows, head);
     for (int row = 0; row < pass->rows; row++) {

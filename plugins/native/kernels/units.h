@@ -47,7 +47,7 @@ static struct unit unit_of(const struct engine *engine, const struct pass *pass,
     const struct model *model = &engine->model;
     const int dim = model->head_dim, group = model->heads / model->kv_heads;
     const int head = index % model->kv_heads, *first = engine->units + index / model->kv_heads;
-    struct unit unit = {&engine->mask, head_of(&pass->cache, dim, (size_t)layer * model->kv_heads + head)};
+    struct unit unit = {&engine->mask, cache_of_layer(model, model->layer + layer, pass, head)};
     unit.runs = engine->mask.runs + (size_t)(*first / group) * engine->mask.room;
     unit.num_runs = engine->mask.counts[*first / group];
     unit.head_dim = dim;

@@ -7,6 +7,7 @@ speculative text equals plain text bit for bit, in every precision.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from threading import Lock
 from typing import Any, NamedTuple
@@ -15,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ....models import bindings, layers
-from ....models.bindings import BITS, INTEGERS
+from ....models.bindings import BITS
 from ....models.errors import EngineError, NoRoomError
 from ....plugins.native.cache import open_kernels
 from ....plugins.native.compile import CompilerError
@@ -24,10 +25,10 @@ from ....plugins.native.library import (
     HEAD,
     NO_MEMORY,
     REFUSALS,
-    Cache,
     Layer,
     Matrix,
     Model,
+    Moved,
     Pass,
     address,
     row_bytes,
@@ -35,13 +36,10 @@ from ....plugins.native.library import (
 from ....plugins.native.packing import PANEL, whole_panels
 from ....plugins.native.processor import KernelError
 from ..base import EngineSpec, ForwardOutput, KVCache, Runner, TokenBatch, check_cache, closed_error
-from ..cache import GrowingKVCache
 from ..limits import available_bytes, cores
+from .cache import NativeKVCache
 from .softmax import NativeSoftmax, PreparedRows
 from .weights import ACCEPTANCE, ROPE, packed_network, packed_rows, read_weights
-
-# Types of a cache's numbers, by precision.
-STORED: dict[str, type[Any]] = {"": np.float32, "fp32": np.float32, "fp16": np.float16, "int8": np.int8}
 
 
 class Results(NamedTuple):
@@ -51,80 +49,6 @@ class Results(NamedTuple):
     call: Pass
     output: ForwardOutput
     prepared: PreparedRows
-
-
-class Inputs:
-    """Buffers for the inputs of up to `rows` rows, int64, and where they lie. Each pass overwrites them."""
-
-    def __init__(self, rows: int) -> None:
-        self.token_ids, self.position_ids, self.output_rows, self.slots = np.zeros((4, rows), np.int64)
-        self.states: NDArray[np.float32] | None = None  # of the rows of a pass, once somebody reads them
-        arrays = (self.token_ids, self.position_ids, self.output_rows, self.slots)
-        self.addresses = tuple(map(address, arrays))
-
-    def fill(self, batch: TokenBatch, rows: int, scored: int) -> None:
-        self.token_ids[:rows] = batch.token_ids[:rows]
-        self.position_ids[:rows] = batch.position_ids[:rows]
-        self.output_rows[:scored] = batch.output_rows[:scored]
-        if batch.slots is not None:
-            self.slots[:rows] = batch.slots
-
-    def states_of(self, spec: EngineSpec) -> NDArray[np.float32]:
-        """The buffer for states, which most caches never need."""
-        if self.states is None:
-            self.states = np.zeros((len(self.token_ids), spec.model.state_size), np.float32)
-        return self.states
-
-
-class NativeKVCache(GrowingKVCache):
-    """Keys [layers, H_kv, C / 16, D, 16] and values [layers, H_kv, D / 16, C, 16], as `cache_precision` stores numbers;
-    scales, float32 [2, layers, H_kv, C], of keys and of values where they are codes: see kernels/cache.h.
-    structure: the C structure that points to them."""
-
-    places = True
-
-    def __init__(self, engine: NativeEngine) -> None:
-        self._engine = engine
-        self.inputs = Inputs(engine.spec.pass_widths[-1])
-        super().__init__(engine.spec)
-
-    @property
-    def capacity(self) -> int:
-        return min(self._slots, self._limit)
-
-    def results(self, outputs: int) -> Results:
-        """The buffers of a pass that scores `outputs` rows, allocated at the first use."""
-        if outputs not in self._results:
-            self._results[outputs] = self._engine.results(outputs, self)
-        return self._results[outputs]
-
-    def _allocate(self, capacity: int) -> None:
-        model, stored = self._spec.model, self._spec.cache_precision
-        slots, dtype = whole_panels(capacity), STORED[stored]
-        self._slots = slots
-        heads = (model.num_layers, model.num_kv_heads)
-        self.keys = np.zeros((*heads, slots // PANEL, model.head_dim, PANEL), dtype)
-        self.values = np.zeros((*heads, whole_panels(model.head_dim) // PANEL, slots, PANEL), dtype)
-        self.scales = np.zeros((2, *heads, slots), np.float32) if stored in INTEGERS else None
-        scales = (None, None) if self.scales is None else map(address, self.scales)
-        form = FORMATS.index(stored or "fp32")
-        self.structure = Cache(address(self.keys), address(self.values), *scales, slots, form)
-        self._results: dict[int, Results] = {}
-
-    def _resize(self, capacity: int, used: int) -> None:
-        keys, values, scales = self.keys, self.values, self.scales
-        self._allocate(capacity)
-        panels = whole_panels(used) // PANEL
-        self.keys[:, :, :panels] = keys[:, :, :panels]
-        self.values[:, :, :, :used] = values[:, :, :, :used]
-        if self.scales is not None and scales is not None:
-            self.scales[..., :used] = scales[..., :used]
-
-    def move(self, rows: NDArray[np.int64], first: int) -> None:
-        self._engine.move(self, rows, first)
-
-    def _free(self) -> None:
-        del self.keys, self.values, self.scales, self.structure, self._results
 
 
 class NativeEngine(Runner):
@@ -177,6 +101,8 @@ class NativeEngine(Runner):
                 raise closed_error(self.spec)
             if refusal := self._library.forward(self._handle, call):
                 raise refused(refusal)
+        if cache.near is not None:
+            cache.near.held[cache.slots_of(batch, start)] = True
         cache.speculative = cache.speculative + rows if batch.slots is None else columns
         # `_replace` would take five times as long.
         found = (output.logits, output.top_ids, output.top_logprobs, output.acceptance)
@@ -203,18 +129,20 @@ class NativeEngine(Runner):
         acceptance = np.zeros(outputs, np.float32) if headed else None
         ids = np.zeros((outputs, columns), np.int64) if ranked else None
         logprobs = np.zeros((outputs, columns), np.float32) if ranked else None
-        call = Pass(top=columns, cache=cache.structure)
+        call = Pass(top=columns, cache=cache.rows.structure)
+        if cache.near is not None:
+            call.near = cache.near.structure
         call.logits, call.acceptance = address(logits), address(acceptance)
         call.ids, call.logprobs = address(ids), address(logprobs)
         call.tokens, call.positions, call.output_rows, _ = cache.inputs.addresses
         return Results(call, ForwardOutput(logits, ids, logprobs, acceptance), PreparedRows(logits, self.softmax))
 
-    def move(self, cache: NativeKVCache, rows: NDArray[np.int64], first: int) -> None:
-        """Copy the slots `rows`, int64 [n], in this order, to those from `first` on, in every layer."""
+    def move(self, moved: Sequence[Moved]) -> None:
+        """Copy rows of a cache to other slots. Raises MemoryError, and then nothing has changed."""
         with self._lock:
             if self._handle is None:
                 raise closed_error(self.spec)
-            self._library.move(self._handle, cache.structure, first, np.ascontiguousarray(rows))
+            self._library.move(self._handle, moved)
 
 
 def refused(refusal: int) -> EngineError | MemoryError:
@@ -234,6 +162,7 @@ def check_rows(spec: EngineSpec, model: Model) -> None:
 def native_model(spec: EngineSpec, weights: dict[str, NDArray[Any]]) -> Model:
     """The C structures of the model, which point into `weights`. `check_tensors` has compared these with the spec."""
     model, network = spec.model, packed_network(spec.model, spec.precision)
+    windowed = spec.num_windowed_layers > 0
 
     def matrix(name: str, outputs: int, precision: str) -> Matrix:
         packed, scales = weights[f"{name}.weights"], weights.get(f"{name}.scales")
@@ -260,8 +189,10 @@ def native_model(spec: EngineSpec, weights: dict[str, NDArray[Any]]) -> Model:
         )
         tables = (address(weights[name]) for name in ROPE[parts.local])
         after = network.layers.index(parts) + 1
+        windows = [windowed and each.window is not None for each in network.layers[:after]]
         tap = network.taps.index(after) + 1 if after in network.taps else 0
-        shape = parts.rotary_size // 2, parts.window is not None, tap, parts.norm_first
+        local, place = windows[-1], windows.count(windows[-1]) - 1
+        shape = parts.rotary_size // 2, local, place, tap, parts.norm_first
         return Layer(*map(norm, norms), *tables, *map(described, parts.matrices), *shape)
 
     decoder = (Layer * model.num_layers)(*map(layer, network.layers))
@@ -279,7 +210,7 @@ def native_model(spec: EngineSpec, weights: dict[str, NDArray[Any]]) -> Model:
         model.head_dim,
         len(weights["cosine"]),
         len(blocks),
-        model.variant.window or 0,
+        model.variant.window or 0 if windowed else 0,
         model.variant.gelu,
         len(network.taps),
         model.norm_eps,

@@ -85,11 +85,19 @@ class OnnxRuntimeKVCache(StackedKVCache):
             capacity = spec.capacity
         shape = (2 * spec.model.num_layers, 1, spec.model.num_kv_heads, capacity, spec.model.head_dim)
         self.buffer = np.zeros(shape, self._engine.cache_dtype)
-        self._values = [self._engine.as_value(layer) for layer in self.buffer]
+        shapes, dtype = self._engine.near_shapes, self._engine.cache_dtype
+        self._near = {index: np.zeros(near, dtype) for index, near in shapes.items()}
+        layers = (self._near.get(index, layer) for index, layer in enumerate(self.buffer))
+        self._values = [self._engine.as_value(layer) for layer in layers]
         self._passes: dict[PassShape, BoundPass] = {}
 
     def _free(self) -> None:
-        del self.buffer, self._values, self._passes
+        del self.buffer, self._near, self._values, self._passes
+
+    def move(self, rows: NDArray[np.int64], first: int) -> None:
+        if self._near:  # of a plan's graph, which runs here for a comparison only
+            raise EngineError("rows of a graph whose layers have caches of several sizes stay where they are")
+        super().move(rows, first)
 
 
 class OnnxRuntimeEngine(Runner):
@@ -157,6 +165,14 @@ class OnnxRuntimeEngine(Runner):
         self._ort = onnxruntime
         self.spec = spec
         types = {value.name: value.type for value in self._session.get_inputs()}
+        names = [bindings.past(kind, layer) for layer in range(spec.model.num_layers) for kind in bindings.KINDS]
+        shapes = {value.name: value.shape for value in self._session.get_inputs()}
+        # The shapes of caches with fewer slots than others, by their place among all.
+        self.near_shapes = {
+            index: shapes[name]
+            for index, name in enumerate(names)
+            if bindings.DROPPED.name in types and shapes[name][2] != spec.capacity
+        }
         self.form = bindings.COMPACT if bindings.TREE_MASK.name in types else bindings.ADDITIVE
         self.cache_dtype = CACHE_DTYPES[types[bindings.past(bindings.KINDS[0], 0)]]
         self._memory: DeviceMemory | None = None
@@ -218,7 +234,7 @@ class OnnxRuntimeEngine(Runner):
             bind(item.name, value)
             return array
 
-        inputs = bindings.inputs(self.form, self.spec.model.reads is not None)
+        inputs = bindings.inputs(self.form, self.spec.model.reads is not None, bool(self.near_shapes))
         feeds = {item.name: buffer(item, binding.bind_ortvalue_input) for item in inputs}
         for layer in range(self.spec.model.num_layers):
             for offset, kind in enumerate(bindings.KINDS):

@@ -9,9 +9,11 @@ from dataclasses import dataclass
 
 from ....models.errors import DraftwoodError, NoRoomError, RequestError
 from ..backends import CPU, slot_bytes
-from ..base import EngineSpec
+from ..base import Engine, EngineSpec
 from ..gpus import free_bytes
 from ..limits import available_bytes
+from ..windows import far_slot_bytes, near_bytes
+from .pool import PooledEngine
 
 CACHE_SHARE = 0.4  # share of the available memory for caches: a growing cache is copied, so it needs its size twice
 RESERVE = 128 << 20  # bytes for texts, threads and answers
@@ -58,12 +60,15 @@ class CacheBudget:
         return max(1, room - self.spare - prompt_tokens)
 
 
-def cache_budget(specs: Sequence[EngineSpec], kv_cache_bytes: int | None, provider: str = CPU) -> CacheBudget:
+def cache_budget(
+    specs: Sequence[EngineSpec], kv_cache_bytes: int | None, provider: str = CPU, texts: int = 1, retained: int = 0
+) -> CacheBudget:
     """The budget for the caches of these engines, target first.
 
     kv_cache_bytes: memory for all caches; None takes CACHE_SHARE of the memory that is available now. provider: of the
-    engines; caches of another one than the CPU's lie in the memory of the first GPU. Raises NoRoomError when this share
-    suffices for no request and when more memory is asked for than is available, and EngineError without a GPU.
+    engines; caches of another one than the CPU's lie in the memory of the first GPU. texts: that run at a time.
+    retained: rows of ended ones that are kept. Raises NoRoomError when this share suffices for no request and when more
+    memory is asked for than is available, and EngineError without a GPU.
     """
     target = specs[0]
     longest, spare = target.capacity, target.max_width
@@ -75,7 +80,7 @@ def cache_budget(specs: Sequence[EngineSpec], kv_cache_bytes: int | None, provid
         buffers = sum(map(buffer_bytes, specs))
         kv_cache_bytes = int(CACHE_SHARE * max(0, (available or 0) - RESERVE - buffers))
         padding = max(spec.pass_widths[-1] for spec in specs)
-        slots = kv_cache_bytes // sum(slot_bytes(spec) + scratch_bytes(spec) for spec in specs) - padding
+        slots = slots_within(specs, kv_cache_bytes, texts, retained, sum(map(scratch_bytes, specs))) - padding
         if slots < 2 * spare:
             raise NoRoomError(
                 f"{available or 0} bytes of memory are available{' on the GPU' if on_gpu else ''}, too few for the "
@@ -88,7 +93,25 @@ def cache_budget(specs: Sequence[EngineSpec], kv_cache_bytes: int | None, provid
             f"--kv-cache-bytes of {kv_cache_bytes} is more than the {available} bytes of memory that are available: "
             "lower it, or leave it out to take a share of these"
         )
-    return CacheBudget(kv_cache_bytes // sum(map(slot_bytes, specs)), longest, spare)
+    return CacheBudget(slots_within(specs, kv_cache_bytes, texts, retained), longest, spare)
+
+
+def slots_within(specs: Sequence[EngineSpec], size: int, texts: int, retained: int, beside: int = 0) -> int:
+    """The slots that fit so many bytes, at least; beside: bytes for each slot that are in no cache."""
+    near, far = sum(near_bytes(spec, texts, retained) for spec in specs), sum(map(far_slot_bytes, specs))
+    return max(size // (sum(map(slot_bytes, specs)) + beside), (size - near) // max(1, far + beside))
+
+
+def pools_over(engines: Sequence[Engine], texts: int, slots: int | None, prefixes: int) -> list[PooledEngine]:
+    """A pool over each of these engines, for so many texts. slots: the most of a pool; None: as many as full texts
+    take. prefixes: see PooledEngine.share_prefixes; 0: texts share no rows."""
+    pools = []
+    for engine in engines:
+        full = texts * engine.spec.capacity
+        pools.append(PooledEngine(engine, full if slots is None else min(full, slots)))
+        if prefixes:
+            pools[-1].share_prefixes(prefixes)
+    return pools
 
 
 def scratch_bytes(spec: EngineSpec) -> int:

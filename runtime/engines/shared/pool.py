@@ -7,8 +7,7 @@ rows to the first slots of their pass, unless they are there. Rows to which no s
 fills the cache, the live rows are compacted.
 
 On a CPU a pass of eight rows costs about 1.5 times a pass of one row, so requests that share passes share most of their
-cost. The attention of each row spans the slots of all requests, unless the engine's cache places rows: then it reads
-the row's own sequence only (`placement.py`).
+cost. Attention spans the slots of all requests, unless the engine's cache places rows (`sequence.py`).
 
 Sequences may also share slots. After `share_prefixes` a sequence takes over the rows that another sequence computed of
 the same text (`recall`), also of an ended sequence whose rows are not yet overwritten.
@@ -25,9 +24,10 @@ from numpy.typing import NDArray
 from ....models.errors import EngineError
 from ...sampling.softmax import Softmax, SoftmaxSettings, softmax_of
 from ..base import Engine, ForwardOutput, Pass, TokenBatch, check_cache, num_fitting
-from ..cache import FIRST_CAPACITY, Storage, joined_states
+from ..cache import FIRST_CAPACITY, NearRows, Storage, joined_states
 from .prefix import EMPTY_TEXT, PrefixTree
 from .sequence import PANEL, Placement, PooledKVCache, place
+from .windows import check_windows, forget, num_usable
 
 LIVE_SHARE = 0.6  # a full cache is compacted instead of grown if at most this share of its used slots is live
 SPARE_FACTOR = 4  # a cache with more than this multiple of the needed slots shrinks, because attention spans all slots
@@ -104,11 +104,14 @@ class PooledEngine(Engine):
             return work  # a cache holds no states
         before = cache.last if cache.last >= 0 else self.prefixes.empty_text(cache.salt)
         known = self.prefixes.find(before, batch.token_ids[:unread].tolist())
+        self._recalled |= cache.length + cache.speculative + len(known) >= COMMON_TOKENS
+        if known and self._storage.near is not None:
+            after = self.prefixes.find(known[-1], work.after) if len(known) == batch.num_tokens else []
+            known = known[: num_usable(self._storage.near, cache, known + after)]
         if not known:
             return work
         read = cache.speculative
         cache.append(np.array(known, np.int64))
-        self._recalled |= cache.length + cache.speculative >= COMMON_TOKENS
         return None if len(known) == batch.num_tokens else work.part(len(known), batch.num_tokens, read)
 
     def forward(self, passes: Sequence[Pass]) -> list[ForwardOutput]:
@@ -133,6 +136,11 @@ class PooledEngine(Engine):
         new = width + len(passes) * (PANEL - 1)
         if not self._storage.speculative + new <= self._storage.capacity <= self._few:
             self._make_room(width, len(caches))
+        if (near := self._storage.near) is not None:
+            if near.lacks(new):
+                self._forget(near)
+                self._storage.reserve_near(new)
+            check_windows(near, passes, caches)
         # The slots are found before the pass, so that a failed allocation changes neither cache nor sequences.
         placed = self._place(caches, counts, width)
         batch, parts = self._joined(passes, caches, placed, width)
@@ -164,7 +172,8 @@ class PooledEngine(Engine):
         parts: list[slice] = []
         settings: list[SoftmaxSettings | None] = []  # by row of `read`
         ranking_only = True
-        for (_, batch, _, output_read, _), cache, slots in zip(passes, caches, placed.slots, strict=True):
+        for each, cache, slots in zip(passes, caches, placed.slots, strict=True):
+            batch, output_read = each.batch, each.output_read
             count = len(slots)
             end = first + count
             own, seen = mask[first:end], cache.visible
@@ -205,6 +214,19 @@ class PooledEngine(Engine):
             return False
         if self.prefixes is not None:
             self.prefixes.move(rows[moved:], slots[moved:])
+        return True
+
+    def restore(self, rows: NDArray[np.int64], slots: NDArray[np.int64]) -> bool:
+        """Give equal rows in `slots` what layers with a window dropped of them, where memory allows it."""
+        near = self._storage.near
+        if near is not None and (~near.held[slots] & near.held[rows]).any():
+            if near.lacks(len(slots)):
+                self._forget(near)
+            missing = ~near.held[slots] & near.held[rows]
+            try:
+                self._storage.move_near(rows[missing], slots[missing])
+            except MemoryError:
+                return False
         return True
 
     def leave(self, cache: PooledKVCache) -> None:
@@ -273,6 +295,9 @@ class PooledEngine(Engine):
                 "run fewer requests at a time, or allow more memory"
             )
 
+    def _forget(self, near: NearRows) -> None:
+        forget(near, self.caches, self.prefixes, self._storage.speculative, self._retained)
+
     def _keep_recent(self, live: NDArray[np.bool_], count: int) -> None:
         """Mark at most `count` rows of ended sequences as live."""
         if self.prefixes is not None and count > 0:
@@ -298,6 +323,8 @@ class PooledEngine(Engine):
     def _compact(self, live: NDArray[np.bool_]) -> None:
         """Move the live rows to the first slots, and update the slots of every sequence. If an allocation fails,
         nothing changes: with wrong slots a sequence would continue another sequence's text."""
+        if self._storage.near is not None:
+            self._forget(self._storage.near)
         kept = self._order_slots(live)
         moved = np.full(self._storage.speculative, EMPTY_TEXT)
         moved[kept] = np.arange(len(kept))
@@ -322,15 +349,3 @@ class PooledEngine(Engine):
             np.all(np.diff(place[np.concatenate((each.slots, each.speculative_slots))]) > 0) for each in self.caches
         )
         return order if ascend else ended
-
-
-def pools_over(engines: Sequence[Engine], texts: int, slots: int | None, prefixes: int) -> list[PooledEngine]:
-    """A pool over each of these engines, for so many texts. slots: the most of a pool; None: as many as full texts
-    take. prefixes: see PooledEngine.share_prefixes; 0: texts share no rows."""
-    pools = []
-    for engine in engines:
-        full = texts * engine.spec.capacity
-        pools.append(PooledEngine(engine, full if slots is None else min(full, slots)))
-        if prefixes:
-            pools[-1].share_prefixes(prefixes)
-    return pools

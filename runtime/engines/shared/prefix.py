@@ -93,6 +93,12 @@ class PrefixTree:
         newest: NDArray[np.int64] = slots[np.lexsort((self._positions[slots], -self._used[slots]))]
         return newest[:count]
 
+    def latest(self, slots: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Those of these slots that are in the tree, the most recently used first, of one text from its end on."""
+        slots = slots[self._used[slots] > 0]
+        latest: NDArray[np.int64] = slots[np.lexsort((-self._positions[slots], -self._used[slots]))]
+        return latest
+
     def renumber(self, kept: NDArray[np.int64], moved: NDArray[np.int64]) -> PrefixTree:
         """The tree after rows have moved to other slots. kept: the old slots that still exist, in their new order.
         moved: the new slot by old slot, negative for slots that no longer exist."""

@@ -62,6 +62,8 @@ class PooledKVCache:
             self.take(np.concatenate((self.slots, accepted)), accepted)
         else:
             path = prefixes.commit(self.slots, accepted, prefixes.empty_text(self.salt))
+            if not self._pool.restore(accepted, path[self.length :]):
+                path = np.concatenate((self.slots, accepted))
             self.take(path, path[self.length :])
         last = accepted.item(-1) if kept else -1
         self.run = self.run.commit(last)

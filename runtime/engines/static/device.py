@@ -112,6 +112,10 @@ class Program(Protocol):
     def max_columns(self) -> int:
         """The largest number of columns that the mask of a pass may have."""
 
+    @property
+    def near_slots(self) -> int:
+        """The slots of layers with a window, see `windows.plan_slots`; 0: as many as those of the others."""
+
     def execution(self, width: int, stream: Stream) -> Execution: ...
 
     def close(self) -> None: ...

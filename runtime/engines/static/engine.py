@@ -23,7 +23,7 @@ from ..cache import GrowingKVCache
 from ..layout import Layout, PassShape, check_growth
 from ..rounds import Rounds
 from .device import Device, Execution, Program
-from .memory import CacheMemory, cache_geometry
+from .memory import CacheMemory, cache_parts
 from .pool import SharedKVCache, StaticPool
 from .rounds import SharedRounds, StaticRounds, can_run
 
@@ -75,7 +75,8 @@ class StaticEngine(Engine):
         spec, program = self.spec, self.program
         widest = PassShape(spec.max_width, spec.max_width, spec.max_width)
         pinned = Layout.inputs(spec, widest).nbytes + Layout.outputs(spec, widest).nbytes
-        kv_cache = cache_geometry(spec, program.cache_itemsize).nbytes
+        parts = cache_parts(spec, program.cache_itemsize, program.near_slots)
+        kv_cache = sum(part.geometry.nbytes for part in parts)
         return MemoryUse(program.weight_bytes, program.workspace_bytes, kv_cache, pinned)
 
     def new_cache(self, salt: str | None = None) -> KVCache:
@@ -185,6 +186,7 @@ class StaticKVCache(GrowingKVCache):
 
     def run(self, batch: TokenBatch, start: int, limit: int) -> ForwardOutput:
         """Score a batch. start: the slot of its first row. limit: the most columns that its mask may have."""
+        self._memory.make_room(self.length, start, self.length + batch.mask.shape[1])
         place = SequenceRow(0, 0, self.length, self.length)
         return self._memory.bind_pass(PassShape.of(batch, limit)).run(batch, [place], start, batch.num_tokens)
 
@@ -195,7 +197,19 @@ class StaticKVCache(GrowingKVCache):
 
     def place(self, columns: int) -> tuple[int, int]:
         """The first slot of the committed rows, and that of `columns` speculative ones. The caller holds the lock."""
+        self._memory.make_room(self.length, self.length, self.length + columns)
         return 0, self.length
+
+    def truncate(self, length: int) -> None:
+        """See KVCache.truncate. Raises EngineError where rows were dropped that a window would reach again."""
+        first = max(0, length - (self._spec.model.variant.window or 0))
+        if not self._closed:
+            with self._engine.lock:
+                if length and first < self._memory.dropped:
+                    raise EngineError(f"a text of {length} tokens needs rows that this cache has dropped: read it anew")
+                if not length:
+                    self._memory.drop(0)
+        super().truncate(length)
 
     def accept(self, length: int) -> None:
         """A round on the device has committed rows, of which there are now `length`."""
@@ -204,6 +218,8 @@ class StaticKVCache(GrowingKVCache):
     def _allocate(self, capacity: int) -> None:
         check_growth(self._spec, capacity)
         self._memory = self._engine.lend()
+        with self._engine.lock:
+            self._memory.drop(0)
 
     def _resize(self, capacity: int, used: int) -> None:
         check_growth(self._spec, capacity)

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ....models import bindings
+from ....models.layers import network_of
 from ....plugins.tree_attention.op import SequenceRow
 from ..base import EngineSpec, ForwardOutput, TokenBatch, closed_error
 from ..feeds import feed_sequences, output_of, shown
-from ..layout import Layout, PassShape, align
+from ..layout import ALIGNMENT, Layout, PassShape, align
 from .device import CacheGeometry, RowMove, Stream
 
 if TYPE_CHECKING:  # engine.py imports this module
@@ -22,61 +23,120 @@ if TYPE_CHECKING:  # engine.py imports this module
 log = logging.getLogger("draftwood.engines")
 
 
-def cache_geometry(spec: EngineSpec, itemsize: int) -> CacheGeometry:
-    """The layout of one allocation for the keys and values of all sequences of an engine, at full length."""
+class Tensor(NamedTuple):
+    name: str
+    shape: tuple[int, ...]
+    address: int
+
+
+class CachePart(NamedTuple):
+    """The keys and values of layers that have as many slots as each other, at `address`. dropped: the address of a
+    number, int64: of the slots that they no longer hold; theirs are numbered from the next one on."""
+
+    layers: tuple[int, ...]
+    geometry: CacheGeometry
+    address: int = 0
+    dropped: int = 0
+
+
+def cache_parts(spec: EngineSpec, itemsize: int, near_slots: int) -> list[CachePart]:
+    """The layout of the keys and values of all sequences of an engine, at full length: of layers that see everything,
+    and of those with a window. near_slots: see Program."""
     model = spec.model
-    row_bytes, capacity = model.head_dim * itemsize, spec.max_batch * spec.capacity
-    return CacheGeometry(
-        tensors=2 * model.num_layers,
-        heads=model.num_kv_heads,
-        capacity=capacity,
-        row_bytes=row_bytes,
-        tensor_bytes=align(model.num_kv_heads * capacity * row_bytes),
-    )
+    local = [near_slots > 0 and layer.window is not None for layer in network_of(model).layers]
+    parts = []
+    for is_local, capacity in ((False, spec.max_batch * spec.capacity), (True, near_slots)):
+        layers = tuple(layer for layer, each in enumerate(local) if each == is_local)
+        row_bytes = model.head_dim * itemsize
+        tensor_bytes = align(model.num_kv_heads * capacity * row_bytes)
+        geometry = CacheGeometry(2 * len(layers), model.num_kv_heads, capacity, row_bytes, tensor_bytes)
+        parts += [CachePart(layers, geometry)] if layers else []
+    return parts
 
 
 class CacheMemory:
-    """One allocation [2 * layers, 1, H_kv, C, D] that every pass reads and writes in place, and the passes over it. The
-    caller of any method holds the engine's lock."""
+    """Keys and values [2 * layers, 1, H_kv, C, D] that every pass reads and writes in place, and the passes over them.
+    C may be smaller for layers with a window. When these are full, the rows that a window still reaches move to the
+    first slots, and `dropped` is the number of slots before them. The caller of any method holds the engine's lock."""
 
     def __init__(self, engine: StaticEngine) -> None:
         self._engine = engine
-        self.geometry = cache_geometry(engine.spec, engine.program.cache_itemsize)
-        self._memory = engine.device.allocate(self.geometry.nbytes)
+        program, device = engine.program, engine.device
+        parts = cache_parts(engine.spec, program.cache_itemsize, program.near_slots)
+        self._memories = [device.allocate(part.geometry.nbytes) for part in parts]
+        self._numbers = device.allocate(2 * ALIGNMENT)  # of slots that are dropped: none, and those of a window
+        self._host_number = device.allocate_pinned(np.dtype(np.int64).itemsize)
+        is_near = [part.geometry.capacity == program.near_slots for part in parts]
+        self.parts = [
+            part._replace(address=memory.address, dropped=self._numbers.address + near * ALIGNMENT)
+            for part, memory, near in zip(parts, self._memories, is_near, strict=True)
+        ]
+        self.dropped = 0
         self._passes: dict[PassShape, StaticPass] = {}
-
-    @property
-    def address(self) -> int:
-        return self._memory.address
 
     def bind_pass(self, shape: PassShape) -> StaticPass:
         """The pass of a shape over this cache, created on first use. Raises EngineError when the engine is closed."""
         if self._engine.closed:
             raise closed_error(self._engine.spec)
         if shape not in self._passes:
-            self._passes[shape] = StaticPass(self._engine, self._addresses(), shape)
+            self._passes[shape] = StaticPass(self._engine, list(self._tensors()), shape)
         return self._passes[shape]
 
     def move(self, sources: NDArray[np.int64], targets: NDArray[np.int64]) -> None:
         """Queue the copies of rows, in order, in every layer and head."""
-        move = RowMove(self._memory.address, self.geometry, sources, targets)
+        for part in self.parts:
+            gone = self.dropped if part is self._near else 0
+            self._move(part, sources - gone, targets - gone)
+
+    def make_room(self, length: int, used: int, end: int) -> None:
+        """Make sure that layers with a window have the slots before `end`. length: of the committed rows. used: rows,
+        with the speculative ones."""
+        near = self._near
+        if near is None or end - self.dropped <= near.geometry.capacity:
+            return
+        first = max(0, length - (self._engine.spec.model.variant.window or 0))
+        kept = np.arange(first, used)
+        self._move(near, kept - self.dropped, kept - first)
+        self.drop(first)
+
+    def drop(self, slots: int) -> None:
+        """Number the slots of layers with a window from this one on."""
+        if slots == self.dropped:
+            return
+        self._host_number.view(np.int64)[0] = self.dropped = slots
+        self._engine.device.upload(self._numbers.address + ALIGNMENT, self._host_number, self._engine.stream)
+        self._engine.has_queued_moves = True
+
+    @property
+    def _near(self) -> CachePart | None:
+        """The part of layers with a window, where it has fewer slots."""
+        return self.parts[-1] if self._engine.program.near_slots else None
+
+    def _move(self, part: CachePart, sources: NDArray[np.int64], targets: NDArray[np.int64]) -> None:
+        # Rows of GrowingKVCache.repeat, which mean nothing, may have no slots in layers with a window.
+        there = (sources >= 0) & (np.maximum(sources, targets) < part.geometry.capacity)
+        move = RowMove(part.address, part.geometry, sources[there], targets[there])
         self._engine.device.move_rows(move, self._engine.stream)
         self._engine.has_queued_moves = True
 
-    def _addresses(self) -> dict[str, int]:
-        """The addresses of every layer's keys and values, by the names of the inputs and of the outputs."""
-        names = [(layer, kind) for layer in range(self._engine.spec.model.num_layers) for kind in bindings.KINDS]
-        return {
-            name(kind, layer): self._memory.address + index * self.geometry.tensor_bytes
-            for index, (layer, kind) in enumerate(names)
-            for name in (bindings.past, bindings.present)
-        }
+    def _tensors(self) -> Iterator[Tensor]:
+        """Every layer's keys and values as inputs and as outputs, and the number of dropped slots."""
+        for part in self.parts:
+            cache = part.geometry
+            for index, layer in enumerate(part.layers):
+                for place, kind in enumerate(bindings.KINDS):
+                    address = part.address + (2 * index + place) * cache.tensor_bytes
+                    for name in (bindings.past, bindings.present):
+                        shape = 1, cache.heads, cache.capacity, self._engine.spec.model.head_dim
+                        yield Tensor(name(kind, layer), shape, address)
+        if self._near is not None:
+            yield Tensor(bindings.DROPPED.name, (1,), self._near.dropped)
 
 
 class StaticPass:
     """One shape of pass over one cache: its buffers and, after its first run, its CUDA graph."""
 
-    def __init__(self, engine: StaticEngine, caches: dict[str, int], shape: PassShape) -> None:
+    def __init__(self, engine: StaticEngine, caches: Sequence[Tensor], shape: PassShape) -> None:
         self._engine, self.shape, self._caches = engine, shape, caches
         device, spec = engine.device, engine.spec
         self._inputs, self._outputs = Layout.inputs(spec, shape), Layout.outputs(spec, shape)
@@ -116,10 +176,8 @@ class StaticPass:
         for layout, memory in blocks:
             for name, field in layout.fields.items():
                 execution.bind(name, field.shape, memory.address + field.offset)
-        spec = self._engine.spec
-        shape = (1, spec.model.num_kv_heads, spec.max_batch * spec.capacity, spec.model.head_dim)
-        for name, address in self._caches.items():
-            execution.bind(name, shape, address)
+        for tensor in self._caches:
+            execution.bind(*tensor)
 
     def _enqueue(self) -> None:
         """Queue the copy of the inputs and the program."""

@@ -12,9 +12,10 @@ from ....models import bindings
 from ....plugins.device_round.images import NODE_BLOCK, PENDING, STATE, WORD_BLOCK
 from ..layout import Layout, PassShape
 from ..rounds import RoundDraws, RoundOutcome, RoundShape
-from .device import CacheGeometry, Device, DeviceMemory, Stream
+from .device import Device, DeviceMemory, Stream
 from .drawn_trees import draws_for, tree_fields, tree_found_fields
 from .draws import Buffers, Vocabulary, check_peaks, found_fields, given_fields, numbers_of, work_fields
+from .memory import CachePart
 
 log = logging.getLogger("draftwood.engines")
 WORD = 4  # bytes that a thread of `commit` moves at a time
@@ -38,10 +39,10 @@ class RoundPass(Protocol):
 
 
 class CachePlace(NamedTuple):
-    """A cache, and of its engine's passes K, the number of ranked tokens, V, that of logits, and N, the most texts."""
+    """The parts of a cache, and of its engine's passes K, the number of ranked tokens, V, that of logits, and N, the
+    most texts."""
 
-    address: int
-    geometry: CacheGeometry
+    parts: Sequence[CachePart]
     columns: int
     num_logits: int
     sequences: int = 1
@@ -219,14 +220,14 @@ class Round:
 
     def _commit(self, side: int, first: int, texts: int) -> None:
         """Queue the moves of accepted rows, whose number is on the device. side: 0 for the target, 1 for the draft."""
-        cache, sources = self._caches[side], ("target_rows", "draft_rows")[side]
-        geometry = cache.geometry
-        words = geometry.row_bytes // WORD
-        sizes = geometry.tensor_bytes // WORD, geometry.heads, geometry.capacity, words
-        grid = geometry.tensors * geometry.heads, texts * -(-words // WORD_BLOCK)
-        pointers = (self._at(name, first) for name in ("state", sources, "moves"))
-        numbers = *sizes, self._work.fields[sources].shape[1], side
-        self._launch("commit", grid, (cache.address, *pointers), numbers)
+        sources = ("target_rows", "draft_rows")[side]
+        for _, geometry, address, dropped in self._caches[side].parts:
+            words = geometry.row_bytes // WORD
+            sizes = geometry.tensor_bytes // WORD, geometry.heads, geometry.capacity, words
+            grid = geometry.tensors * geometry.heads, texts * -(-words // WORD_BLOCK)
+            pointers = (self._at(name, first) for name in ("state", sources, "moves"))
+            numbers = *sizes, self._work.fields[sources].shape[1], side
+            self._launch("commit", grid, (address, dropped, *pointers), numbers)
 
     def _outcome(self, text: int, num_pending: int) -> RoundOutcome:
         found = self._result.views(self._host_found)

@@ -188,7 +188,7 @@ class SharedRounds:
         spec, memory = (self.target, self.draft)[side].spec, self._memories[side]
         num_logits = spec.model.num_logits
         ranked = bindings.top_columns(num_logits)
-        return CachePlace(memory.address, memory.geometry, ranked, num_logits, spec.max_batch)
+        return CachePlace(memory.parts, ranked, num_logits, spec.max_batch)
 
 
 class StaticRunner(RoundRunner):

@@ -64,7 +64,7 @@ class TensorRTProgram:
         check_tensors(self._engine, path.name, spec)
         dtype = self._engine.get_tensor_dtype(bindings.past(bindings.KINDS[0], 0))
         self.cache_itemsize = int(dtype.itemsize)
-        self.max_columns = narrowest_mask(self._engine)
+        self.max_columns, self.near_slots = narrowest_mask(self._engine), fewest_slots(self._engine, spec)
         self.workspace_bytes = int(self._engine.device_memory_size_v2)
         self._workspace = device.allocate(self.workspace_bytes)
         self._cache_file = RuntimeCacheFile(path, spec.role) if self._is_rtx else None
@@ -225,6 +225,14 @@ def narrowest_mask(engine: Any) -> int:
     profiles = range(engine.num_optimization_profiles)
     largest = (engine.get_tensor_profile_shape(bindings.TREE_MASK.name, profile)[2] for profile in profiles)
     return min(int(shape[2]) for shape in largest)
+
+
+def fewest_slots(engine: Any, spec: EngineSpec) -> int:
+    """The slots of layers with a window, where they are fewer than the others', or 0."""
+    if bindings.DROPPED.name not in tensor_names(engine):
+        return 0
+    layers = range(spec.model.num_layers)
+    return min(int(engine.get_tensor_shape(bindings.past(bindings.KINDS[0], layer))[2]) for layer in layers)
 
 
 def profile_for(families: Sequence[WidthFamily], width: int) -> int:

@@ -31,7 +31,8 @@ from draftwood.plugins.native.packing import PAIR_BLOCK
 from draftwood.runtime import SpeculativeConfig
 from draftwood.runtime.engines.backends import NATIVE, bits_of_weight, slot_bytes
 from draftwood.runtime.engines.base import Pass, TokenBatch
-from draftwood.runtime.engines.native.engine import NativeEngine, NativeKVCache
+from draftwood.runtime.engines.native.cache import NativeKVCache
+from draftwood.runtime.engines.native.engine import NativeEngine
 from draftwood.runtime.engines.passes import causal_batch, prefill
 from draftwood.runtime.engines.shared.pool import PooledEngine
 from draftwood.runtime.engines.shared.sequence import PANEL
@@ -226,13 +227,13 @@ def test_what_is_no_number_stays_with_the_row_that_has_it(cache: str, tmp_path: 
 
 def poison(storage: NativeKVCache, own: set[int]) -> None:
     """Make every panel but these one of numbers that no product survives, even times nothing."""
-    panels = np.array([panel for panel in range(storage.keys.shape[2]) if panel not in own])
+    panels = np.array([panel for panel in range(storage.rows.keys.shape[2]) if panel not in own])
     slots = (panels[:, None] * PANEL + np.arange(PANEL)).ravel()
-    if storage.scales is None:
-        storage.keys[:, :, panels] = np.nan
-        storage.values[:, :, :, slots] = np.nan
+    if storage.rows.scales is None:
+        storage.rows.keys[:, :, panels] = np.nan
+        storage.rows.values[:, :, :, slots] = np.nan
     else:
-        storage.scales[..., slots] = np.nan
+        storage.rows.scales[..., slots] = np.nan
 
 
 @pytest.mark.parametrize("cache", NATIVE.caches)
@@ -252,7 +253,7 @@ def test_in_a_pool_no_neighbour_changes_a_bit_and_none_is_read(cache: str, tmp_p
     storage = pool._storage
     assert isinstance(storage, NativeKVCache)
     for each, expected in zip(caches, alone, strict=True):
-        arrays = [array for array in (storage.keys, storage.values, storage.scales) if array is not None]
+        arrays = [array for array in (storage.rows.keys, storage.rows.values, storage.rows.scales) if array is not None]
         kept = [array.copy() for array in arrays]
         poison(storage, {*(each.slots // PANEL).tolist(), *range(storage.speculative // PANEL, 75)})
         np.testing.assert_array_equal(score(pool, causal_batch(pool.spec, [5, 6], 60), each)[0], expected)
@@ -275,8 +276,8 @@ def test_in_a_pool_no_neighbour_changes_a_bit_and_none_is_read(cache: str, tmp_p
 def test_the_bytes_of_a_slot_are_those_of_the_arrays(model: str, cache: str, tmp_path: Path) -> None:
     engine = opened(model, "fp32", tmp_path, cache=cache)
     held = engine.new_cache()
-    scales = 0 if held.scales is None else held.scales.nbytes
-    assert held.capacity * slot_bytes(engine.spec) == held.keys.nbytes + held.values.nbytes + scales
+    scales = 0 if held.rows.scales is None else held.rows.scales.nbytes
+    assert held.capacity * slot_bytes(engine.spec) == held.rows.keys.nbytes + held.rows.values.nbytes + scales
 
 
 @pytest.mark.parametrize(

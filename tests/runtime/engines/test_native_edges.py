@@ -99,7 +99,7 @@ def logits_after(engine: NativeEngine, length: int, value: float) -> NDArray[np.
     cache = engine.new_cache()
     cache._resize(length + 64, 0)
     cache.length = length
-    cache.values[:] = value
+    cache.rows.values[:] = value
     logits: NDArray[np.float32] = engine.score(causal_batch(engine.spec, [5], length), cache).logits[0]
     return logits.copy()
 

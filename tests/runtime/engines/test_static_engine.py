@@ -46,7 +46,7 @@ from draftwood.runtime.engines.layout import Layout, PassShape, mask_columns
 from draftwood.runtime.engines.passes import causal_batch, prefill
 from draftwood.runtime.engines.shared.pool import PooledEngine
 from draftwood.runtime.engines.static.engine import StaticEngine
-from draftwood.runtime.engines.static.memory import cache_geometry
+from draftwood.runtime.engines.static.memory import cache_parts
 from draftwood.runtime.engines.static.pool import StaticPool
 
 pytestmark = pytest.mark.usefixtures("no_faults")
@@ -165,7 +165,8 @@ def test_memory_is_that_of_every_sequence(sequences: int, opened: OpenStatic, tm
     model, memory = engine.spec.model, engine.memory
     assert memory.weights == (tmp_path / "draft.onnx").stat().st_size
     numbers = model.num_layers * sequences * SHARED_CAPACITY * model.num_kv_heads * model.head_dim
-    assert memory.kv_cache == cache_geometry(engine.spec, 4).nbytes == 2 * numbers * 4
+    (part,) = cache_parts(engine.spec, 4, 0)
+    assert memory.kv_cache == part.geometry.nbytes == 2 * numbers * 4
     logits = 4 * 32 * model.vocab_size
     assert logits < memory.pinned < logits + 32 * bindings.TOP_COLUMNS * 12 + 8 * 1024
 
