@@ -28,7 +28,7 @@ from ..runtime.engines.backends import BACKENDS, bits_of_weight, cache_precision
 from ..runtime.engines.base import EngineSpec
 from ..runtime.engines.comparison import Comparison
 from ..runtime.engines.compatibility import TensorRTPlan
-from ..runtime.engines.windows import cache_bytes
+from ..runtime.engines.shared.sizes import cache_bytes
 from ..runtime.inspection.machine import abilities, look_around
 from ..runtime.text.tokenizer import DEFAULT, read_templates
 from .options import DRAFT_THREADS, PROVIDER, THREADS, positive

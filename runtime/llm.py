@@ -31,7 +31,7 @@ from .engines.backends import describe_backend
 from .engines.base import Engine
 from .engines.shared.memory import CacheBudget, cache_budget, pools_over
 from .engines.shared.pool import PooledEngine
-from .engines.windows import cache_bytes
+from .engines.shared.sizes import cache_bytes
 from .prompt import PromptType, check_prompt, encode_text, is_batch, plain_prompt
 from .sampling.params import SamplingParams
 from .sampling.random import seeded_streams

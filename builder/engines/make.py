@@ -16,7 +16,7 @@ from ...runtime.bundle.digests import FileRecord
 from ...runtime.engines.backends import BACKENDS, PLAN, WEIGHTS, Opening
 from ...runtime.engines.base import Engine, EngineSpec
 from ...runtime.engines.onnx.onnxruntime import OnnxRuntimeEngine
-from ...runtime.engines.windows import plan_slots
+from ...runtime.engines.shared.sizes import plan_slots
 from ..checkpoints.checkpoint import Checkpoint
 from ..options import BuildOptions
 from ..parity import Scored, largest_difference, rows_of

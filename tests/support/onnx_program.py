@@ -19,10 +19,10 @@ from draftwood.builder.checkpoints.checkpoint import Checkpoint
 from draftwood.builder.engines.export import export
 from draftwood.models import bindings
 from draftwood.models.errors import EngineError
+from draftwood.runtime.engines.shared.sizes import plan_slots
 from draftwood.runtime.engines.static.cuda import MOVE_LIMIT, VECTORS, CudaDevice
 from draftwood.runtime.engines.static.device import CacheGeometry, RowMove, Stream
 from draftwood.runtime.engines.static.engine import StaticEngine
-from draftwood.runtime.engines.windows import plan_slots
 
 DTYPES = {
     "tensor(float)": np.float32,

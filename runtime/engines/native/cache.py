@@ -92,7 +92,12 @@ class NearRows:
 
     def lacks(self, slots: int) -> bool:
         """Whether so many further slots may find no panel."""
-        return self._panels < len(self._lies) and int((self._lies >= 0).sum()) + slots // PANEL + 2 > self._panels
+        return int((self._lies >= 0).sum()) + slots // PANEL + 2 > self._panels
+
+    @property
+    def is_full_size(self) -> bool:
+        """Whether there is a place for every panel of slots."""
+        return self._panels == len(self._lies)
 
     def keep(self, slots: NDArray[np.int64]) -> None:
         """Drop panels that have none of these slots."""
@@ -102,11 +107,12 @@ class NearRows:
         self.held.reshape(-1, PANEL)[~needed] = False
 
     def compacted(self, kept: NDArray[np.int64], slots: int, more: int = 0) -> NearRows:
-        """The rows of the slots `kept`, in this order in the first of `slots` slots, with room for `more` panels and
-        for as many again."""
+        """The rows of the slots `kept`, in this order in the first of `slots` slots. more: panels to make room for, and
+        for as many again; 0 where there is room enough."""
         held = np.flatnonzero(self.held[kept])
         panels = np.unique(held // PANEL)
-        room = max(FIRST_CAPACITY // PANEL, 2 * (len(panels) + more))
+        room = 2 * (len(panels) + more)
+        room = max(FIRST_CAPACITY // PANEL, room if more else max(len(panels), min(room, self._panels)))
         near = NearRows(self._spec, slots, min(room, slots // PANEL))
         near._lies[panels] = np.arange(len(panels))
         near._rows.take(self._rows, self._lie(kept[held]), near._lie(held))
@@ -167,7 +173,7 @@ class NativeKVCache(GrowingKVCache):
 
     def reserve_near(self, slots: int) -> None:
         """See Storage."""
-        if self.near is not None and self.near.lacks(slots):
+        if self.near is not None and self.near.lacks(slots) and not self.near.is_full_size:
             size = len(self.near.held)
             self.near = self.near.compacted(np.arange(size), size, slots // PANEL + 2)
             self._results.clear()  # they point to the rows

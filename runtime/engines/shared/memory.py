@@ -12,8 +12,8 @@ from ..backends import CPU, slot_bytes
 from ..base import Engine, EngineSpec
 from ..gpus import free_bytes
 from ..limits import available_bytes
-from ..windows import far_slot_bytes, near_bytes
 from .pool import PooledEngine
+from .sizes import far_slot_bytes, near_bytes
 
 CACHE_SHARE = 0.4  # share of the available memory for caches: a growing cache is copied, so it needs its size twice
 RESERVE = 128 << 20  # bytes for texts, threads and answers

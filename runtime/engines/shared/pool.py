@@ -132,8 +132,7 @@ class PooledEngine(Engine):
             counts.append(each.batch.num_tokens)
         total = sum(counts)
         width = len(passes[0].batch.mask) if len(passes) == 1 else self.spec.width_for(total)
-        # At most so many slots are new: each sequence may leave the rest of a panel unused.
-        new = width + len(passes) * (PANEL - 1)
+        new = width + len(passes) * (PANEL - 1)  # slots at most: sequences may leave the rest of a panel unused
         if not self._storage.speculative + new <= self._storage.capacity <= self._few:
             self._make_room(width, len(caches))
         if (near := self._storage.near) is not None:

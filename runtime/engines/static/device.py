@@ -114,7 +114,7 @@ class Program(Protocol):
 
     @property
     def near_slots(self) -> int:
-        """The slots of layers with a window, see `windows.plan_slots`; 0: as many as those of the others."""
+        """The slots of layers with a window, see `plan_slots`; 0: as many as those of the others."""
 
     def execution(self, width: int, stream: Stream) -> Execution: ...
 

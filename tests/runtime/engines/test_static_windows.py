@@ -22,8 +22,8 @@ from draftwood.models.errors import EngineError
 from draftwood.runtime import SamplingParams, SpeculativeConfig
 from draftwood.runtime.decoding.decoder import SpeculativeDecoder
 from draftwood.runtime.decoding.stats import SpecDecodeStats
-from draftwood.runtime.engines import windows
 from draftwood.runtime.engines.passes import prefill
+from draftwood.runtime.engines.shared import sizes
 from draftwood.runtime.engines.static.engine import StaticEngine, StaticKVCache
 from draftwood.runtime.sampling.random import seeded_streams
 from draftwood.runtime.sampling.sampler import Sampler
@@ -42,7 +42,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def opened(folder: Path, tmp_path: Path, gpu: Machine, monkeypatch: pytest.MonkeyPatch) -> Open:
-    monkeypatch.setattr(windows, "MOVED_TOKENS", 16)
+    monkeypatch.setattr(sizes, "MOVED_TOKENS", 16)
 
     def opened(role: str) -> StaticEngine:
         return open_static(Checkpoint(folder), tmp_path, gpu, role, CAPACITY, columns=COLUMNS)

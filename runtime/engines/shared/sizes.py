@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from ...plugins.native.packing import PANEL
-from .backends import describe_backend, slot_bytes
-from .base import EngineSpec
-from .cache import FIRST_CAPACITY
+from ....plugins.native.packing import PANEL
+from ..backends import describe_backend, slot_bytes
+from ..base import EngineSpec
+from ..cache import FIRST_CAPACITY
 
 MOVED_TOKENS = 256  # after which the rows of a window move, in a cache of fixed size
 
