@@ -104,7 +104,7 @@ class PooledEngine(Engine):
             return work  # a cache holds no states
         before = cache.last if cache.last >= 0 else self.prefixes.empty_text(cache.salt)
         known = self.prefixes.find(before, batch.token_ids[:unread].tolist())
-        self._recalled |= cache.length + cache.speculative + len(known) >= COMMON_TOKENS
+        self._recalled |= bool(known) and cache.length + cache.speculative + len(known) >= COMMON_TOKENS
         if known and self._storage.near is not None:
             after = self.prefixes.find(known[-1], work.after) if len(known) == batch.num_tokens else []
             known = known[: num_usable(self._storage.near, cache, known + after)]
