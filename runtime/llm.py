@@ -274,8 +274,8 @@ class LLM(Closing):
         if slots is None:
             slots = CacheBudget(None, target.spec.capacity, target.spec.max_width)
             if self.is_pooled:
-                specs, texts = [engine.spec for engine in self._engines], (max_running, prefix_cache_slots)
-                slots = cache_budget(specs, kv_cache_bytes, self._provider, *texts)
+                specs = [engine.spec for engine in self._engines]
+                slots = cache_budget(specs, kv_cache_bytes, self._provider, max_running, prefix_cache_slots)
         if self.is_pooled:
             pools = pools_over(self._engines, max_running, slots.allocated, prefix_cache_slots)
             target, draft = pools[0], pools[1] if len(pools) > 1 else None

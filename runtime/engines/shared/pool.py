@@ -216,7 +216,7 @@ class PooledEngine(Engine):
         return True
 
     def restore(self, rows: NDArray[np.int64], slots: NDArray[np.int64]) -> bool:
-        """Give equal rows in `slots` what layers with a window dropped of them, where memory allows it."""
+        """Copy rows to equal ones, in `slots`, that layers with a window have dropped. False: no memory is left."""
         near = self._storage.near
         if near is not None and (~near.held[slots] & near.held[rows]).any():
             if near.lacks(len(slots)):

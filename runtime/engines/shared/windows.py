@@ -37,7 +37,7 @@ def num_usable(near: NearRows, cache: PooledKVCache, known: Sequence[int]) -> in
 
 
 def check_windows(near: NearRows, passes: Iterable[Pass], sequences: Iterable[PooledKVCache]) -> None:
-    """Raises EngineError for a pass of whose sequence a row would see what was dropped."""
+    """Raises EngineError where a row of a pass would see a row of its sequence that was dropped."""
     for (_, batch, *_), sequence in zip(passes, sequences, strict=True):
         first = batch.position_ids[: batch.num_tokens].min() - near.window + 1
         if not near.held[sequence.slots[max(0, first) :]].all():

@@ -30,8 +30,8 @@ class Tensor(NamedTuple):
 
 
 class CachePart(NamedTuple):
-    """The keys and values of layers that have as many slots as each other, at `address`. dropped: the address of a
-    number, int64: of the slots that they no longer hold; theirs are numbered from the next one on."""
+    """The keys and values, at `address`, of layers with equally many slots. dropped: the address of an int64, the
+    number of slots that these layers no longer hold. Their first slot is the next one."""
 
     layers: tuple[int, ...]
     geometry: CacheGeometry
@@ -43,10 +43,10 @@ def cache_parts(spec: EngineSpec, itemsize: int, near_slots: int) -> list[CacheP
     """The layout of the keys and values of all sequences of an engine, at full length: of layers that see everything,
     and of those with a window. near_slots: see Program."""
     model = spec.model
-    local = [near_slots > 0 and layer.window is not None for layer in network_of(model).layers]
+    windowed = [near_slots > 0 and layer.window is not None for layer in network_of(model).layers]
     parts = []
-    for is_local, capacity in ((False, spec.max_batch * spec.capacity), (True, near_slots)):
-        layers = tuple(layer for layer, each in enumerate(local) if each == is_local)
+    for is_near, capacity in ((False, spec.max_batch * spec.capacity), (True, near_slots)):
+        layers = tuple(layer for layer, each in enumerate(windowed) if each == is_near)
         row_bytes = model.head_dim * itemsize
         tensor_bytes = align(model.num_kv_heads * capacity * row_bytes)
         geometry = CacheGeometry(2 * len(layers), model.num_kv_heads, capacity, row_bytes, tensor_bytes)
